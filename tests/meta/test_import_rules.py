@@ -1,0 +1,99 @@
+"""Who may import whom: the contracts in pyproject.toml are kept, and the stubs stay at the edge."""
+
+import ast
+import shutil
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from tests.meta.repository import ROOT, imported_modules, package_python, parse, relative, run_tool
+
+#: Files that may import the generated stubs: conversion, RPC handlers and what registers them with a server, the
+#: transports that use RPCs, and the workers' services, which are nothing but the engine's gRPC face. The gateway's
+#: decisions, the engine and the hand-off see values only.
+_STUB_IMPORTERS = (
+    "*/convert.py",
+    "*/*_convert.py",
+    "*/servicer.py",
+    "*/*_servicer.py",
+    "*/worker_session.py",
+    "*/registration.py",
+    "gateway/app.py",
+    "worker/*",
+    "prefill_service/*",
+    "decode_service/*",
+    "kv_transfer/grpc_*.py",
+    "kvrelay/*",
+)
+
+
+def _imports_stubs(tree: ast.AST) -> list[int]:
+    return [line for line, name in imported_modules(tree) if name == "kvrelay.v1" or name.startswith("kvrelay.v1.")]
+
+
+def may_import_stubs(path: Path) -> bool:
+    """Whether the file at `path`, relative to the root, belongs to the edge."""
+    return any(fnmatch(str(path), pattern) for pattern in _STUB_IMPORTERS)
+
+
+def test_import_contracts_are_kept() -> None:
+    lint = run_tool("lint-imports", "--no-logo", "--no-cache")
+    assert lint.returncode == 0, lint.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "contract"),
+    [
+        ("engine/scheduler/plan.py", "import torch", "Decisions, text and serving never load torch"),
+        ("engine/scheduler/plan.py", "import engine.loop", "Inside engine"),
+        ("engine/sequence.py", "import grpc", "Only engine.serving imports grpc"),
+        ("gateway/router.py", "import torch", "The gateway's process never loads torch"),
+        ("gateway/router.py", "import kv_transfer.frame", "The gateway's process never loads torch"),
+        ("gateway/router.py", "import decode_service", "The three services never import each other"),
+        ("kv_transfer/frame.py", "import engine.cache.block_pool", "kv_transfer uses only types"),
+        ("engine/serving/status.py", "import engine.scheduler", "engine.text and engine.serving use only"),
+    ],
+)
+def test_planted_import_breaks_its_contract(module: str, line: str, contract: str, tmp_path: Path) -> None:
+    for path in (*package_python(), ROOT / "pyproject.toml"):
+        copy = tmp_path / relative(path)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+    with (tmp_path / module).open("a", encoding="utf-8") as planted:
+        planted.write(f"\n{line}\n")
+    lint = run_tool("lint-imports", "--no-logo", "--no-cache", cwd=tmp_path)
+    assert lint.returncode == 1
+    broken = [report for report in lint.stdout.splitlines() if report.endswith("BROKEN")]
+    assert any(report.startswith(contract) for report in broken), lint.stdout
+
+
+def test_stubs_are_imported_only_at_the_edge() -> None:
+    findings = [
+        f"{relative(path)}:{line}"
+        for path in package_python()
+        if not may_import_stubs(relative(path))
+        for line in _imports_stubs(parse(path))
+    ]
+    assert not findings, f"kvrelay.v1 is imported outside the edge: {findings}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import kvrelay.v1.sampling_pb2", "from kvrelay.v1 import sampling_pb2", "from kvrelay import v1"],
+)
+def test_each_way_to_import_a_stub_is_noticed(source: str) -> None:
+    assert _imports_stubs(ast.parse(source))
+
+
+def test_edge_is_what_its_patterns_say() -> None:
+    assert may_import_stubs(Path("gateway/convert.py"))
+    assert may_import_stubs(Path("kv_transfer/grpc_transport.py"))
+    assert not may_import_stubs(Path("gateway/router.py"))
+    assert not may_import_stubs(Path("engine/loop.py"))
+
+
+def test_engine_package_itself_imports_nothing() -> None:
+    (init,) = [path for path in package_python() if str(relative(path)) == "engine/__init__.py"]
+    assert ast.get_docstring(parse(init))
+    assert not list(imported_modules(parse(init))), "importing engine.types must not load anything else"
