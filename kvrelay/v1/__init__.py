@@ -1,0 +1,1 @@
+"""Generated protobuf and gRPC stubs of package kvrelay.v1; regenerate with `make protos`."""
