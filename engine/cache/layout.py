@@ -1,0 +1,63 @@
+"""The shape of a worker's KV cache in words that two workers can compare.
+
+A block of one layer is one contiguous run `[2 (K, V), num_kv_heads, block_size, head_dim]` of `dtype`; the cache is
+`[num_layers, num_blocks, <block>]`. So a block of a layer moves with one copy, and a head's tokens lie together for
+attention. int8 caches carry one fp32 scale per (K or V, head, token) behind the block's elements.
+"""
+
+from dataclasses import dataclass
+
+import xxhash
+
+from engine.config import KvDtype
+from engine.errors import LayoutMismatch
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """Geometry and element type of a KV cache."""
+
+    model_fingerprint: str
+    """Hash of the weights' identity (config and tensor shapes): KV of another model is never imported."""
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    """Tokens in a block."""
+    dtype: KvDtype
+
+    @property
+    def block_elements(self) -> int:
+        """Elements of one layer's block, K and V together."""
+        return 2 * self.num_kv_heads * self.block_size * self.head_dim
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one layer's block, int8 scales included."""
+        scales = 2 * self.num_kv_heads * self.block_size * 4 if self.dtype is KvDtype.INT8 else 0
+        return self.block_elements * self.dtype.itemsize + scales
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes one token takes over all layers."""
+        return self.num_layers * self.block_bytes // self.block_size
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits that are equal exactly when two layouts are."""
+        text = "|".join(str(getattr(self, name)) for name in self.__slots__)
+        return xxhash.xxh3_64_hexdigest(text.encode())
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks needed for `num_tokens`."""
+        return -(-num_tokens // self.block_size)
+
+    def check_convertible(self, source: "KvLayout") -> None:
+        """Raise `LayoutMismatch` unless KV of `source` can be imported into this layout.
+
+        Block size and dtype may differ; model and head geometry may not.
+        """
+        for name in ("model_fingerprint", "num_layers", "num_kv_heads", "head_dim"):
+            mine, theirs = getattr(self, name), getattr(source, name)
+            if mine != theirs:
+                raise LayoutMismatch(f"{name} differs: {theirs} cannot be imported into {mine}")

@@ -1,0 +1,195 @@
+"""Engine: plan, run, apply. One step at a time, on one thread.
+
+`EngineLoop` (`engine/loop.py`) owns the thread and calls everything here; services never do so directly.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.cache.block_pool import BlockPool
+from engine.config import CacheConfig, SchedulerConfig
+from engine.errors import InvalidRequest
+from engine.model.interface import LanguageModel
+from engine.model.kv_cache import KvCache
+from engine.runner import ModelRunner
+from engine.scheduler.scheduler import Scheduler
+from engine.sequence import Sequence
+from engine.types import BlockId, EngineRequest, RequestId, SequenceOutput
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkProgress:
+    """How far one hand-off sequence's KV reaches once the current step is through a layer."""
+
+    request_id: RequestId
+    num_tokens: int
+    """KV of tokens [0, num_tokens) is final in that layer."""
+    block_ids: tuple[BlockId, ...]
+    """The sequence's block table on this worker."""
+
+
+class ExportListener(Protocol):
+    """Told, layer by layer, what may leave for decode workers."""
+
+    def on_layer(self, layer: int, progress: tuple[ChunkProgress, ...]) -> None:
+        """KV of this layer is final up to `progress`.
+
+        Called on the engine's thread during a step, layers in order, with the same `progress` object for all layers
+        of a step. Must return at once and must not raise. The blocks stay with the sequence until `Engine.remove`.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """Blocks reserved for one request."""
+
+    block_ids: tuple[BlockId, ...]
+    """The sequence's block table, cached prefix first."""
+    num_cached_tokens: int
+    """Tokens whose KV is already there; a multiple of the block size."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Counts at one moment; see `WorkerLoad` in protos/kvrelay/v1/session.proto."""
+
+    num_running: int
+    num_waiting: int
+    num_parked: int
+    num_waiting_tokens: int
+    num_free_blocks: int
+    num_blocks: int
+    num_preemptions: int
+    num_cache_hit_tokens: int
+    num_cache_query_tokens: int
+
+
+class Engine:
+    """Sequences, scheduler, pool and runner of one worker."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        kv_cache: KvCache,
+        cache_config: CacheConfig,
+        scheduler_config: SchedulerConfig,
+        export_listener: ExportListener | None = None,
+    ) -> None:
+        self.model = model
+        self.kv_cache = kv_cache
+        self.pool = BlockPool(
+            cache_config.num_blocks, cache_config.block_size, enable_prefix_cache=cache_config.enable_prefix_cache
+        )
+        self.scheduler = Scheduler(
+            scheduler_config,
+            self.pool,
+            max_position=model.config.max_position,
+            eos_token_ids=model.config.eos_token_ids,
+        )
+        self._runner = ModelRunner(model, kv_cache)
+        self._export_listener = export_listener
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could do anything."""
+        return self.scheduler.has_work
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request to be prefilled and decoded here.
+
+        Raises:
+            InvalidRequest: The request cannot be served; names the field.
+            CapacityError: Too many are waiting.
+        """
+        self.scheduler.add(self._sequence(request))
+
+    def add_handoff(self, request: EngineRequest) -> None:
+        """Queue a request to be prefilled here for a decode worker: one token, then its blocks are held until `remove`.
+
+        Raises:
+            InvalidRequest: The request cannot be served; names the field.
+            CapacityError: Too many are waiting.
+        """
+        self.scheduler.add(self._sequence(request, is_handoff=True))
+
+    def reserve(self, request: EngineRequest) -> Granted | None:
+        """Grant blocks for a request whose KV comes from a prefill worker; None = not now.
+
+        Raises:
+            InvalidRequest: The request cannot be served; names the field.
+        """
+        sequence = self._sequence(request)
+        if not self.scheduler.reserve(sequence):
+            return None
+        return Granted(tuple(sequence.block_table), sequence.num_cached_tokens)
+
+    def commit(self, request_id: RequestId, first_token_id: int) -> SequenceOutput | None:
+        """Schedule a reserved request whose KV has been imported and verified; None when it is gone by now.
+
+        Returns:
+            The first token's output, which the prefill worker has already sent to the gateway.
+        """
+        sequence = self.scheduler.get(request_id)
+        if sequence is None:
+            return None
+        return self.scheduler.activate(sequence, first_token_id, time.monotonic_ns())
+
+    def prefill_locally(self, request_id: RequestId) -> bool:
+        """Prefill a reserved request here; False when it is gone by now."""
+        sequence = self.scheduler.get(request_id)
+        if sequence is None:
+            return False
+        self.scheduler.queue_reserved(sequence)
+        return True
+
+    def remove(self, request_ids: Iterable[RequestId]) -> list[RequestId]:
+        """End requests at whatever phase and free their blocks; returns those that were here."""
+        return [request_id for request_id in request_ids if self.scheduler.remove(request_id) is not None]
+
+    def step(self) -> list[SequenceOutput]:
+        """Run one step; returns what it produced, or [] when nothing could run."""
+        plan = self.scheduler.plan(time.monotonic_ns())
+        if not plan.chunks:
+            return []
+        on_layer = None
+        listener = self._export_listener
+        progress = tuple(
+            ChunkProgress(chunk.sequence.request_id, chunk.end, tuple(chunk.sequence.block_table))
+            for chunk in plan.chunks
+            if chunk.sequence.is_handoff
+        )
+        if listener is not None and progress:
+
+            def on_layer(layer: int) -> None:
+                listener.on_layer(layer, progress)
+
+        result = self._runner.run(plan, on_layer)
+        return self.scheduler.apply(plan, result, time.monotonic_ns())
+
+    def load(self) -> EngineLoad:
+        """Return the counts now."""
+        scheduler, pool = self.scheduler, self.pool
+        return EngineLoad(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_parked=scheduler.num_parked,
+            num_waiting_tokens=scheduler.num_waiting_tokens,
+            num_free_blocks=pool.num_free_blocks,
+            num_blocks=pool.num_blocks,
+            num_preemptions=scheduler.num_preemptions,
+            num_cache_hit_tokens=scheduler.num_cache_hit_tokens,
+            num_cache_query_tokens=scheduler.num_cache_query_tokens,
+        )
+
+    def _sequence(self, request: EngineRequest, *, is_handoff: bool = False) -> Sequence:
+        vocab_size = self.model.config.vocab_size
+        if not request.token_ids:
+            raise InvalidRequest("prompt", "must have at least one token")
+        if not 0 < request.num_prompt_tokens <= len(request.token_ids):
+            raise InvalidRequest("num_prompt_tokens", "must name the prompt's part of token_ids")
+        if not all(0 <= token_id < vocab_size for token_id in request.token_ids):
+            raise InvalidRequest("token_ids", f"every id must be below the vocabulary size {vocab_size}")
+        return Sequence(request, is_handoff=is_handoff, arrived_ns=time.monotonic_ns())

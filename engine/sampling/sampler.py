@@ -1,0 +1,89 @@
+"""Logits to token ids: the one path that plain decoding, first tokens, verification and resumed requests share.
+
+The token is the argmax over the processed target distribution plus Gumbel noise (Gumbel-max trick), so it is an exact
+draw, and a function of the row, the request and the position alone.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.sampling.distribution import Candidates, TokenHistory, candidates, is_plain_greedy, process_logits
+from engine.sampling.noise import MAX_GUMBEL, gumbel_noise
+from engine.types import PositionLogprobs, SamplingParams, TokenLogprob
+
+_NOISE_FIRST_LOOK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One row to sample from."""
+
+    params: SamplingParams
+    history: TokenHistory
+    stop_ids: frozenset[int]
+    """Every token that would end the request."""
+
+
+def sample_rows(logits: NDArray[np.float32], requests: list[SampleRequest]) -> list[int]:
+    """Return one token id per row.
+
+    Args:
+        logits: [num_rows, vocab_size] float32.
+        requests: What each row belongs to.
+
+    Raises:
+        ValueError: A row allows no token at all or holds NaN.
+    """
+    best = logits.argmax(axis=1)
+    return [
+        int(best[row]) if is_plain_greedy(request.params, request.history) else sample_row(logits[row], request)
+        for row, request in enumerate(requests)
+    ]
+
+
+def sample_row(logits: NDArray[np.float32], request: SampleRequest) -> int:
+    """Return the token at one position; see `sample_rows`."""
+    row = process_logits(logits, request.params, request.history, request.stop_ids)
+    best = int(row.argmax())
+    if not np.isfinite(row[best]):
+        raise ValueError("no token is allowed at this position")
+    if request.params.is_greedy:
+        return best
+    return draw(candidates(row, request.params), request.params.seed, len(request.history.token_ids))
+
+
+def draw(target: Candidates, seed: int, position: int) -> int:
+    """Return the candidate with the largest noisy log-weight; equal ones go to the smaller token id."""
+    ids, weights = target.token_ids, target.log_weights.astype(np.float64)
+    if len(ids) > _NOISE_FIRST_LOOK:
+        # Noise is bounded, so tokens far below the best noisy one among the likely tokens cannot win.
+        likely = np.argpartition(weights, len(weights) - _NOISE_FIRST_LOOK)[len(weights) - _NOISE_FIRST_LOOK :]
+        lead = (weights[likely] + gumbel_noise(seed, position, ids[likely])).max()
+        keep = np.flatnonzero(weights + MAX_GUMBEL >= lead)
+        ids, weights = ids[keep], weights[keep]
+    noisy = weights + gumbel_noise(seed, position, ids)
+    return int(ids[noisy == noisy.max()].min())
+
+
+def position_logprobs(logits: NDArray[np.float32], token_id: int, num_top: int) -> PositionLogprobs:
+    """Return the logprobs of the sampled token and of the `num_top` best ones under the model's own distribution.
+
+    Args:
+        logits: [vocab_size] float32, as the model gave them.
+        token_id: The sampled token.
+        num_top: How many of the best tokens to report.
+    """
+    row = logits.astype(np.float64)
+    largest = row.max()
+    normaliser = largest + np.log(np.exp(row - largest).sum())
+    count = min(num_top, len(row))
+    top: list[TokenLogprob] = []
+    if count:
+        threshold = np.partition(logits, len(logits) - count)[len(logits) - count]
+        pool = np.flatnonzero(logits >= threshold)
+        order = pool[np.argsort(-logits[pool], kind="stable")][:count]
+        top = [TokenLogprob(int(token), float(row[token] - normaliser), rank + 1) for rank, token in enumerate(order)]
+    rank = int((logits > logits[token_id]).sum()) + 1
+    return PositionLogprobs(TokenLogprob(token_id, float(row[token_id] - normaliser), rank), tuple(top))

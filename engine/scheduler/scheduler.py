@@ -1,0 +1,346 @@
+"""One step's decisions: who runs, how many tokens of each, whose blocks are taken back.
+
+Decodes go first, then prefill chunks share what is left of the token budget, so that a long prompt never stalls a
+running stream. When blocks run out the sequence with the fewest computed tokens is preempted: recomputing it costs
+least. Torch-free; lives on the engine's thread.
+"""
+
+import bisect
+
+from engine.cache.block_pool import BlockPool
+from engine.config import SchedulerConfig
+from engine.errors import CapacityError, ContextTooLong
+from engine.scheduler.plan import SampledToken, ScheduledChunk, StepPlan, StepResult
+from engine.sequence import Sequence, SequenceStatus
+from engine.types import FinishReason, PrefillTiming, RequestId, SequenceOutput
+
+
+class Scheduler:
+    """Holds every sequence of one engine.
+
+    Invariants:
+        - A sequence is in exactly one of `_waiting`, `_running`, `_parked` (reserved or held), or gone.
+        - Every block of the pool is free or in the tables of sequences held here; nobody else allocates.
+        - A running sequence's block table covers its computed tokens.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, pool: BlockPool, *, max_position: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._max_position = max_position
+        self._eos_token_ids = eos_token_ids
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._parked: dict[RequestId, Sequence] = {}
+        self._by_id: dict[RequestId, Sequence] = {}
+        self._num_arrivals = 0
+        self.num_preemptions = 0
+        """Preemptions since start."""
+        self.num_cache_query_tokens = 0
+        """Tokens looked up in the prefix cache since start."""
+        self.num_cache_hit_tokens = 0
+        """Tokens found in the prefix cache since start."""
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that take part in steps."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences waiting for their first step."""
+        return len(self._waiting)
+
+    @property
+    def num_parked(self) -> int:
+        """Sequences reserved or held for a hand-off."""
+        return len(self._parked)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens that waiting and running sequences still have to prefill."""
+        return sum(s.num_uncomputed_tokens for s in self._waiting) + sum(
+            s.num_uncomputed_tokens - 1 for s in self._running
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could do anything."""
+        return bool(self._waiting or self._running)
+
+    def get(self, request_id: RequestId) -> Sequence | None:
+        """Return a sequence held here, or None."""
+        return self._by_id.get(request_id)
+
+    # --- arrivals -------------------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence for its first step.
+
+        Raises:
+            ContextTooLong: It can never fit.
+            CapacityError: Too many are waiting.
+        """
+        self._check_fits(sequence)
+        if len(self._waiting) >= self._config.max_waiting:
+            raise CapacityError(f"{len(self._waiting)} requests are waiting already")
+        self._register(sequence)
+        self._enqueue(sequence)
+
+    def reserve(self, sequence: Sequence) -> bool:
+        """Grant blocks for the prompt and the first step, or return False for "not now".
+
+        The sequence is parked until `activate`, `queue_reserved` or `remove`.
+
+        Raises:
+            ContextTooLong: It can never fit.
+        """
+        self._check_fits(sequence)
+        if len(self._running) + len(self._parked) >= self._config.max_num_seqs:
+            return False
+        if not self._allocate_first(sequence, sequence.num_tokens + 1):
+            return False
+        self._register(sequence)
+        sequence.status = SequenceStatus.RESERVED
+        self._parked[sequence.request_id] = sequence
+        return True
+
+    def activate(self, sequence: Sequence, first_token_id: int, now_ns: int) -> SequenceOutput:
+        """Schedule a reserved sequence whose KV has been imported and verified; returns the first token's verdict.
+
+        The output is what a local prefill would have given; the caller decides whom to tell.
+        """
+        self._unpark(sequence, SequenceStatus.RESERVED)
+        sequence.num_computed_tokens = sequence.num_tokens
+        self._publish_computed(sequence)
+        sequence.status = SequenceStatus.RUNNING
+        self._running.append(sequence)
+        return self._append_token(sequence, SampledToken(sequence.request_id, first_token_id), now_ns)
+
+    def queue_reserved(self, sequence: Sequence) -> None:
+        """Prefill a reserved sequence here instead of waiting for its hand-off; it keeps its blocks."""
+        self._unpark(sequence, SequenceStatus.RESERVED)
+        self._enqueue(sequence)
+
+    def remove(self, request_id: RequestId) -> Sequence | None:
+        """End a sequence at whatever phase and free its blocks; returns it, or None when it is not here."""
+        sequence = self._by_id.get(request_id)
+        if sequence is not None:
+            self._finish(sequence, sequence.finish_reason or FinishReason.ABORT)
+        return sequence
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+
+    def plan(self, now_ns: int) -> StepPlan:
+        """Choose the next step's chunks and allocate their blocks."""
+        budget = self._config.max_num_batched_tokens
+        chunks: list[ScheduledChunk] = []
+        decodes = [s for s in self._running if s.num_uncomputed_tokens == 1]
+        prefills = [s for s in self._running if s.num_uncomputed_tokens > 1]
+        for sequence in decodes:
+            if budget == 0:
+                break
+            # An earlier sequence's growth may have preempted this one.
+            if sequence.status is SequenceStatus.RUNNING and self._grow(sequence, chunks):
+                chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, 1, samples=True))
+                budget -= 1
+        for sequence in prefills:
+            if budget == 0:
+                break
+            if sequence.status is SequenceStatus.RUNNING:
+                budget -= self._add_prefill_chunk(sequence, budget, chunks)
+        while budget > 0 and self._waiting and len(self._running) < self._config.max_num_seqs:
+            sequence = self._waiting[0]
+            if not self._admit(sequence):
+                break
+            if sequence.first_scheduled_ns is None:
+                sequence.first_scheduled_ns = now_ns
+            budget -= self._add_prefill_chunk(sequence, budget, chunks)
+        return StepPlan(tuple(chunks))
+
+    def apply(self, plan: StepPlan, result: StepResult, now_ns: int) -> list[SequenceOutput]:
+        """Take over a step's result: advance counts, publish blocks, append tokens, finish sequences."""
+        sampled = iter(result.sampled)
+        outputs: list[SequenceOutput] = []
+        for chunk in plan.chunks:
+            token = next(sampled) if chunk.samples else None
+            sequence = chunk.sequence
+            sequence.num_computed_tokens = chunk.end
+            self._publish_computed(sequence)
+            if token is not None:
+                outputs.append(self._append_token(sequence, token, now_ns))
+        return outputs
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when an invariant does not hold."""
+        groups = [*self._waiting, *self._running, *self._parked.values()]
+        if len(groups) != len(self._by_id) or {s.request_id for s in groups} != set(self._by_id):
+            raise AssertionError("scheduler: a sequence is in two places or in none")
+        for sequence in self._running:
+            if len(sequence.block_table) * self._pool.block_size < sequence.num_computed_tokens:
+                raise AssertionError(f"scheduler: blocks of request {sequence.request_id} do not cover its KV")
+        held = {block_id for sequence in groups for block_id in sequence.block_table}
+        if len(held) + self._pool.num_free_blocks != self._pool.num_blocks:
+            raise AssertionError("scheduler: free + held is not the pool's size")
+        self._pool.check_invariants()
+
+    # --- details --------------------------------------------------------------------------------------------------
+
+    def _check_fits(self, sequence: Sequence) -> None:
+        longest = sequence.num_prompt_tokens + sequence.sampling_params.max_tokens
+        if longest > self._max_position:
+            raise ContextTooLong(
+                "sampling_params.max_tokens",
+                f"prompt and output together take {longest} tokens; the model's context holds {self._max_position}",
+            )
+        needed = sequence.num_tokens if sequence.is_handoff else longest
+        capacity = self._pool.num_blocks * self._pool.block_size
+        if needed > capacity:
+            raise ContextTooLong(
+                "sampling_params.max_tokens",
+                f"the request takes up to {needed} tokens here; this worker's KV cache holds {capacity}",
+            )
+
+    def _register(self, sequence: Sequence) -> None:
+        if sequence.request_id in self._by_id:
+            raise ValueError(f"request {sequence.request_id} is here already")
+        self._by_id[sequence.request_id] = sequence
+        sequence.arrival = self._num_arrivals
+        self._num_arrivals += 1
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        sequence.status = SequenceStatus.WAITING
+        bisect.insort(self._waiting, sequence, key=lambda s: s.order)
+
+    def _unpark(self, sequence: Sequence, expected: SequenceStatus) -> None:
+        if sequence.status is not expected:
+            raise ValueError(f"request {sequence.request_id} is {sequence.status}, not {expected}")
+        del self._parked[sequence.request_id]
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Move the head of the waiting line to the running ones if its blocks are there."""
+        if not sequence.block_table and not self._allocate_first(sequence, sequence.num_tokens):
+            return False
+        del self._waiting[0]
+        sequence.status = SequenceStatus.RUNNING
+        self._running.append(sequence)
+        return True
+
+    def _allocate_first(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Give a sequence without blocks its cached prefix and fresh blocks up to `num_tokens`, all or nothing."""
+        prefix = self._pool.match_prefix(sequence.token_ids, sequence.request.cache_salt)
+        fresh = self._pool.allocate(self._num_blocks(num_tokens) - len(prefix), prefix)
+        if fresh is None:
+            return False
+        sequence.block_table = [*prefix, *fresh]
+        num_cached = len(prefix) * self._pool.block_size
+        sequence.num_computed_tokens = num_cached
+        self._publish_computed(sequence)
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = num_cached
+            self.num_cache_query_tokens += sequence.num_tokens
+            self.num_cache_hit_tokens += num_cached
+        return True
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._pool.block_size)
+
+    def _add_prefill_chunk(self, sequence: Sequence, budget: int, chunks: list[ScheduledChunk]) -> int:
+        """Append the next chunk of a prefilling sequence; returns its tokens. Its blocks were granted at admission."""
+        num_tokens = min(budget, sequence.num_uncomputed_tokens)
+        samples = num_tokens == sequence.num_uncomputed_tokens
+        chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, num_tokens, samples))
+        return num_tokens
+
+    def _grow(self, sequence: Sequence, chunks: list[ScheduledChunk]) -> bool:
+        """Make room for one more token, preempting others or, last, the sequence itself (then False)."""
+        missing = self._num_blocks(sequence.num_tokens) - len(sequence.block_table)
+        while missing > 0:
+            fresh = self._pool.allocate(missing)
+            if fresh is not None:
+                sequence.block_table.extend(fresh)
+                return True
+            planned = {id(chunk.sequence) for chunk in chunks}
+            victims = [s for s in self._running if id(s) not in planned]
+            # Least urgent first, then least computed, then last to arrive. `sequence` itself is always a candidate.
+            victim = min(victims, key=lambda s: (-s.request.priority, s.num_computed_tokens, -s.arrival))
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._release_blocks(sequence)
+        sequence.num_computed_tokens = 0
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self._enqueue(sequence)
+
+    def _publish_computed(self, sequence: Sequence) -> None:
+        """Make every block that is complete by now findable by later requests."""
+        block_size = self._pool.block_size
+        for index in range(len(sequence.block_hashes), sequence.num_computed_tokens // block_size):
+            tokens = sequence.token_ids[index * block_size : (index + 1) * block_size]
+            block_hash = self._pool.publish(
+                sequence.block_table[index], sequence.last_block_hash, tokens, sequence.request.cache_salt
+            )
+            sequence.block_hashes.append(block_hash)
+
+    def _append_token(self, sequence: Sequence, token: SampledToken, now_ns: int) -> SequenceOutput:
+        sequence.token_ids.append(token.token_id)
+        timing = None
+        if sequence.first_scheduled_ns is not None and sequence.num_tokens == len(sequence.request.token_ids) + 1:
+            started = sequence.first_scheduled_ns
+            timing = PrefillTiming(queue_ns=started - sequence.arrived_ns, prefill_ns=now_ns - started)
+        reason, matched = self._verdict(sequence, token.token_id)
+        output = SequenceOutput(
+            request_id=sequence.request_id,
+            token_index=sequence.num_output_tokens - 1,
+            token_ids=(token.token_id,),
+            logprobs=(token.logprobs,) if token.logprobs is not None else (),
+            finish_reason=reason,
+            matched_stop_token_id=matched,
+            num_cached_tokens=sequence.num_cached_tokens,
+            prefill_timing=timing,
+        )
+        if sequence.is_handoff:
+            # The blocks stay for the export whatever the verdict; `remove` frees them.
+            sequence.finish_reason = reason
+            self._running.remove(sequence)
+            sequence.status = SequenceStatus.HELD
+            self._parked[sequence.request_id] = sequence
+        elif reason is not None:
+            self._finish(sequence, reason)
+        return output
+
+    def _verdict(self, sequence: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
+        params = sequence.sampling_params
+        is_stop = token_id in params.stop_token_ids or (token_id in self._eos_token_ids and not params.ignore_eos)
+        if is_stop and sequence.num_output_tokens > params.min_tokens:
+            return FinishReason.STOP, token_id
+        if sequence.num_output_tokens >= params.max_tokens or sequence.num_tokens >= self._max_position:
+            return FinishReason.LENGTH, None
+        return None, None
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        match sequence.status:
+            case SequenceStatus.WAITING:
+                self._waiting.remove(sequence)
+            case SequenceStatus.RUNNING:
+                self._running.remove(sequence)
+            case SequenceStatus.RESERVED | SequenceStatus.HELD:
+                del self._parked[sequence.request_id]
+            case SequenceStatus.FINISHED:
+                raise ValueError(f"request {sequence.request_id} ended already")
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
+        self._release_blocks(sequence)
+        del self._by_id[sequence.request_id]
+
+    def _release_blocks(self, sequence: Sequence) -> None:
+        self._pool.free(sequence.block_table)
+        sequence.block_table = []
+        sequence.block_hashes = []

@@ -1,0 +1,1 @@
+"""Speculative decoding: drafters propose, one verifier accepts. Tokens never depend on it."""

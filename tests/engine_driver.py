@@ -1,0 +1,77 @@
+"""Runs an engine in the test's own thread: the single-process run that every other way of serving is compared with."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from engine.cache.layout import KvLayout
+from engine.config import CacheConfig, KvDtype, SchedulerConfig
+from engine.engine import Engine, ExportListener
+from engine.model.kv_cache import KvCache
+from engine.model.loader import load_model
+from engine.types import EngineRequest, FinishReason, RequestId, SamplingParams, SequenceOutput
+
+
+def make_engine(
+    source: Path | str,
+    *,
+    num_blocks: int = 256,
+    block_size: int = 16,
+    dtype: KvDtype = KvDtype.FP32,
+    prefix_cache: bool = True,
+    listener: ExportListener | None = None,
+    scheduler: SchedulerConfig | None = None,
+) -> Engine:
+    """Return an engine over a model on disk."""
+    model = load_model(str(source))
+    config = model.config
+    layout = KvLayout(model.fingerprint, config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype)
+    cache_config = CacheConfig(num_blocks, block_size, dtype, prefix_cache)
+    cache = KvCache(layout, num_blocks, torch.device("cpu"))
+    return Engine(model, cache, cache_config, scheduler or SchedulerConfig(), listener)
+
+
+def make_request(request_id: int, prompt: Sequence[int], **params: object) -> EngineRequest:
+    """Return a request; greedy with 16 tokens unless `params` say otherwise."""
+    values: dict[str, object] = {"max_tokens": 16, "temperature": 0.0} | params
+    sampling_params = SamplingParams(**values)  # type: ignore[arg-type]  # fields are checked by name at run time
+    return EngineRequest(RequestId(request_id), tuple(prompt), sampling_params, len(prompt))
+
+
+def run_to_end(
+    engine: Engine, before_step: Callable[[int], None] = lambda step: None, max_steps: int = 5000
+) -> dict[int, list[int]]:
+    """Step until nothing is left to do; returns every request's tokens.
+
+    Args:
+        engine: With requests added.
+        before_step: Called with the step's number, for arrivals and removals on the way.
+        max_steps: A run that is longer has hung.
+    """
+    tokens: dict[int, list[int]] = {}
+    for step in range(max_steps):
+        before_step(step)
+        if not engine.has_work:
+            return tokens
+        for output in engine.step():
+            received = tokens.setdefault(output.request_id, [])
+            assert output.token_index == len(received)
+            received += output.token_ids
+        engine.scheduler.check_invariants()
+    raise AssertionError("the engine did not come to an end")
+
+
+def run_alone(engine: Engine, requests: Sequence[EngineRequest]) -> dict[int, list[int]]:
+    """Run requests one after the other, each on an empty prefix cache; returns their tokens."""
+    tokens: dict[int, list[int]] = {}
+    for request in requests:
+        engine.pool.flush()
+        engine.add(request)
+        tokens |= run_to_end(engine)
+    return tokens
+
+
+def finish_reasons(outputs: Sequence[SequenceOutput]) -> Mapping[int, FinishReason | None]:
+    """Return each request's last finish reason."""
+    return {output.request_id: output.finish_reason for output in outputs}

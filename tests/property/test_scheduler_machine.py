@@ -1,0 +1,139 @@
+"""Scheduler and block pool under random traffic: nothing leaks, nothing is lost, tokens are those of an idle engine."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.cache.block_pool import BlockPool
+from engine.config import SchedulerConfig
+from engine.errors import CapacityError, ContextTooLong
+from engine.scheduler.plan import SampledToken, StepResult
+from engine.scheduler.scheduler import Scheduler
+from engine.sequence import Sequence, SequenceStatus
+from engine.types import EngineRequest, RequestId, SamplingParams
+
+EOS = 2
+BLOCK = 8
+
+
+def next_token(token_ids: list[int]) -> int:
+    """A deterministic model: the next token depends on every token before it."""
+    return sum((i + 1) * t for i, t in enumerate(token_ids)) % 17
+
+
+def complete(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+    """What an idle engine would generate."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + max_tokens:
+        tokens.append(next_token(tokens))
+        if tokens[-1] == EOS:
+            break
+    return tokens[len(prompt) :]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random arrivals, reservations, commits, removals and steps against `complete`."""
+
+    @initialize(num_blocks=st.integers(4, 24), budget=st.integers(1, 40), max_num_seqs=st.integers(1, 6))
+    def start(self, num_blocks, budget, max_num_seqs):
+        self.pool = BlockPool(num_blocks, BLOCK)
+        config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_waiting=5)
+        self.scheduler = Scheduler(config, self.pool, max_position=150, eos_token_ids=frozenset({EOS}))
+        self.expected: dict[int, list[int]] = {}
+        self.received: dict[int, list[int]] = {}
+        self.reserved: dict[int, Sequence] = {}
+        self.next_id = 1
+
+    def _sequence(self, prompt, max_tokens, salt, *, is_handoff=False):
+        request_id = RequestId(self.next_id)
+        self.next_id += 1
+        params = SamplingParams(max_tokens=max_tokens)
+        return Sequence(EngineRequest(request_id, prompt, params, len(prompt), cache_salt=salt), is_handoff=is_handoff)
+
+    prompts = st.one_of(
+        st.integers(1, 60).map(lambda n: tuple(i % 7 for i in range(n))),
+        st.lists(st.integers(0, 16), min_size=1, max_size=40).map(tuple),
+    )
+
+    @rule(prompt=prompts, max_tokens=st.integers(1, 30), salt=st.sampled_from(["", "x"]))
+    def add(self, prompt, max_tokens, salt):
+        sequence = self._sequence(prompt, max_tokens, salt)
+        try:
+            self.scheduler.add(sequence)
+        except (CapacityError, ContextTooLong):
+            return
+        self.expected[sequence.request_id] = complete(prompt, max_tokens)
+        self.received[sequence.request_id] = []
+
+    @rule(prompt=prompts, max_tokens=st.integers(1, 30))
+    def reserve(self, prompt, max_tokens):
+        sequence = self._sequence(prompt, max_tokens, "")
+        try:
+            granted = self.scheduler.reserve(sequence)
+        except ContextTooLong:
+            return
+        if granted:
+            self.expected[sequence.request_id] = complete(prompt, max_tokens)
+            self.received[sequence.request_id] = []
+            self.reserved[sequence.request_id] = sequence
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def commit(self, data):
+        sequence = self.reserved.pop(data.draw(st.sampled_from(sorted(self.reserved))))
+        self._take([self.scheduler.activate(sequence, next_token(sequence.token_ids), now_ns=0)])
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def prefill_locally(self, data):
+        self.scheduler.queue_reserved(self.reserved.pop(data.draw(st.sampled_from(sorted(self.reserved)))))
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def remove(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.expected)))
+        assert self.scheduler.remove(RequestId(request_id)) is not None
+        del self.expected[request_id]
+        self.reserved.pop(request_id, None)
+
+    @rule(count=st.integers(1, 5))
+    def step(self, count):
+        for _ in range(count):
+            plan = self.scheduler.plan(now_ns=0)
+            for chunk in plan.chunks:
+                assert chunk.end <= len(chunk.sequence.block_table) * BLOCK
+                assert chunk.sequence.status is SequenceStatus.RUNNING
+            result = [SampledToken(c.sequence.request_id, next_token(c.sequence.token_ids)) for c in plan.chunks if c.samples]
+            self._take(self.scheduler.apply(plan, StepResult(tuple(result)), now_ns=0))
+
+    def _take(self, outputs):
+        for output in outputs:
+            received = self.received[output.request_id]
+            assert output.token_index == len(received)
+            received += output.token_ids
+            assert received == self.expected[output.request_id][: len(received)]
+            if output.finish_reason is not None:
+                assert received == self.expected.pop(output.request_id)
+
+    @invariant()
+    def books_balance(self):
+        if hasattr(self, "scheduler"):
+            self.scheduler.check_invariants()
+
+    def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return
+        for request_id in list(self.reserved):
+            self.scheduler.remove(RequestId(request_id))
+            del self.expected[request_id]
+        self.reserved.clear()
+        for _ in range(3000):
+            if not self.scheduler.has_work:
+                break
+            self.step(1)
+        assert not self.expected, "some request never ended"
+        assert self.pool.num_free_blocks == self.pool.num_blocks
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

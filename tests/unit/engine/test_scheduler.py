@@ -1,0 +1,274 @@
+"""The scheduler: budgets, chunking, admission, preemption, verdicts. Tokens come from a function of the position."""
+
+import pytest
+
+from engine.cache.block_pool import BlockPool
+from engine.config import SchedulerConfig
+from engine.errors import CapacityError, ContextTooLong
+from engine.scheduler.plan import SampledToken, StepResult
+from engine.scheduler.scheduler import Scheduler
+from engine.sequence import Sequence, SequenceStatus
+from engine.types import EngineRequest, FinishReason, RequestId, SamplingParams
+
+BLOCK = 8
+EOS = 2
+
+
+def _scheduler(num_blocks=32, max_position=512, **config) -> Scheduler:
+    pool = BlockPool(num_blocks, BLOCK)
+    return Scheduler(SchedulerConfig(**config), pool, max_position=max_position, eos_token_ids=frozenset({EOS}))
+
+
+def _sequence(request_id: int, num_tokens: int, *, priority=0, base=None, is_handoff=False, **params) -> Sequence:
+    base = 1000 * request_id if base is None else base
+    tokens = tuple(range(base + 10, base + 10 + num_tokens))
+    request = EngineRequest(
+        RequestId(request_id), tokens, SamplingParams(**{"max_tokens": 8} | params), num_tokens, priority=priority
+    )
+    return Sequence(request, is_handoff=is_handoff)
+
+
+def _step(scheduler: Scheduler, token=lambda sequence: 50 + sequence.num_tokens):
+    plan = scheduler.plan(now_ns=1)
+    result = StepResult(tuple(SampledToken(c.sequence.request_id, token(c.sequence)) for c in plan.chunks if c.samples))
+    outputs = scheduler.apply(plan, result, now_ns=2)
+    scheduler.check_invariants()
+    return plan, outputs
+
+
+def _run(scheduler: Scheduler, **kwargs):
+    outputs = []
+    while scheduler.has_work:
+        outputs += _step(scheduler, **kwargs)[1]
+    return outputs
+
+
+def test_prompt_is_chunked_to_the_budget_and_sampled_once():
+    scheduler = _scheduler(max_num_batched_tokens=20)
+    scheduler.add(_sequence(1, 50))
+    sizes = []
+    for _ in range(3):
+        plan, outputs = _step(scheduler)
+        sizes.append([(c.start, c.end, c.samples) for c in plan.chunks])
+    assert sizes == [[(0, 20, False)], [(20, 40, False)], [(40, 50, True)]]
+    assert [o.token_index for o in outputs] == [0]
+
+
+def test_decodes_come_before_prefill_chunks_and_share_the_budget():
+    scheduler = _scheduler(max_num_batched_tokens=16)
+    scheduler.add(_sequence(1, 4))
+    _step(scheduler)
+    scheduler.add(_sequence(2, 100))
+    plan, _ = _step(scheduler)
+    assert [(c.sequence.request_id, c.num_tokens) for c in plan.chunks] == [(1, 1), (2, 15)]
+
+
+def test_running_decodes_advance_in_every_step_of_a_long_prefill():
+    scheduler = _scheduler(num_blocks=64, max_num_batched_tokens=16)
+    scheduler.add(_sequence(1, 4, max_tokens=100))
+    _step(scheduler)
+    scheduler.add(_sequence(2, 200))
+    for _ in range(10):
+        _, outputs = _step(scheduler)
+        assert [o.request_id for o in outputs] == [1]
+
+
+def test_max_tokens_ends_with_length_and_frees_everything():
+    scheduler = _scheduler()
+    scheduler.add(_sequence(1, 5, max_tokens=3))
+    outputs = _run(scheduler)
+    assert [o.token_index for o in outputs] == [0, 1, 2]
+    assert [o.finish_reason for o in outputs] == [None, None, FinishReason.LENGTH]
+    assert scheduler._pool.num_free_blocks == 32
+
+
+@pytest.mark.parametrize(
+    ("params", "num_outputs", "reason", "matched"),
+    [
+        ({}, 1, FinishReason.STOP, EOS),
+        ({"ignore_eos": True}, 8, FinishReason.LENGTH, None),
+        ({"min_tokens": 3}, 4, FinishReason.STOP, EOS),
+        ({"ignore_eos": True, "stop_token_ids": frozenset({EOS})}, 1, FinishReason.STOP, EOS),
+        ({"max_tokens": 1}, 1, FinishReason.STOP, EOS),
+    ],
+)
+def test_stop_tokens(params, num_outputs, reason, matched):
+    scheduler = _scheduler()
+    scheduler.add(_sequence(1, 5, **params))
+    outputs = _run(scheduler, token=lambda sequence: EOS)
+    assert len(outputs) == num_outputs
+    assert (outputs[-1].finish_reason, outputs[-1].matched_stop_token_id) == (reason, matched)
+
+
+def test_what_can_never_fit_is_refused_at_once():
+    scheduler = _scheduler(num_blocks=4, max_position=64)
+    with pytest.raises(ContextTooLong, match="KV cache holds 32"):
+        scheduler.add(_sequence(1, 30, max_tokens=3))
+    with pytest.raises(ContextTooLong, match="context holds 64"):
+        scheduler.add(_sequence(1, 60, max_tokens=5))
+    assert not scheduler.has_work
+
+
+def test_handoff_needs_room_for_its_prompt_only():
+    scheduler = _scheduler(num_blocks=4)
+    scheduler.add(_sequence(1, 30, max_tokens=100, is_handoff=True))
+    assert scheduler.num_waiting == 1
+
+
+def test_too_many_waiting_requests_are_shed():
+    scheduler = _scheduler(max_waiting=2)
+    scheduler.add(_sequence(1, 4))
+    scheduler.add(_sequence(2, 4))
+    with pytest.raises(CapacityError):
+        scheduler.add(_sequence(3, 4))
+
+
+def test_waiting_line_is_ordered_by_priority_then_arrival():
+    scheduler = _scheduler(max_num_seqs=1)
+    for request_id, priority in ((1, 5), (2, 0), (3, 5), (4, -1)):
+        scheduler.add(_sequence(request_id, 4, priority=priority, max_tokens=1))
+    assert [o.request_id for o in _run(scheduler)] == [4, 2, 1, 3]
+
+
+def test_second_request_reuses_the_first_ones_blocks():
+    scheduler = _scheduler()
+    scheduler.add(_sequence(1, 40, base=0, max_tokens=1))
+    _run(scheduler)
+    scheduler.add(_sequence(2, 40, base=0, max_tokens=1))
+    plan, outputs = _step(scheduler)
+    assert [(c.start, c.end) for c in plan.chunks] == [(32, 40)]
+    assert outputs[0].num_cached_tokens == 32
+    assert (scheduler.num_cache_hit_tokens, scheduler.num_cache_query_tokens) == (32, 80)
+
+
+def test_blocks_are_published_as_soon_as_they_are_complete():
+    scheduler = _scheduler(max_num_batched_tokens=20)
+    scheduler.add(_sequence(1, 40, base=0))
+    _step(scheduler)
+    assert scheduler._pool.num_cached_blocks == 2
+
+
+def test_least_computed_sequence_is_preempted_and_recomputes_all_it_had():
+    scheduler = _scheduler(num_blocks=6)
+    scheduler.add(_sequence(1, 20, max_tokens=20))
+    scheduler.add(_sequence(2, 14, max_tokens=20))
+    tokens = {1: [], 2: []}
+    while scheduler.has_work:
+        for output in _step(scheduler)[1]:
+            tokens[output.request_id] += output.token_ids
+    assert scheduler.num_preemptions >= 1
+    assert tokens[1] == list(range(70, 90))
+    assert tokens[2] == list(range(64, 84))
+
+
+def test_urgent_sequence_is_preempted_last():
+    scheduler = _scheduler(num_blocks=4)
+    scheduler.add(_sequence(1, 15, priority=5, max_tokens=16))
+    scheduler.add(_sequence(2, 14, priority=-5, max_tokens=16))
+    _step(scheduler)
+    while scheduler.num_preemptions == 0:
+        _step(scheduler)
+    assert scheduler.get(RequestId(1)).status is SequenceStatus.WAITING
+    assert scheduler.get(RequestId(2)).status is SequenceStatus.RUNNING
+
+
+def test_reservation_holds_blocks_for_prompt_and_first_step():
+    scheduler = _scheduler()
+    sequence = _sequence(1, 16)
+    assert scheduler.reserve(sequence)
+    assert len(sequence.block_table) == 3
+    assert not scheduler.has_work
+    scheduler.check_invariants()
+
+
+def test_reservation_without_room_is_not_now():
+    scheduler = _scheduler(num_blocks=4)
+    assert scheduler.reserve(_sequence(1, 16))
+    assert not scheduler.reserve(_sequence(2, 16))
+    scheduler.remove(RequestId(1))
+    assert scheduler.reserve(_sequence(2, 16))
+
+
+def test_reservations_count_towards_the_sequence_limit():
+    scheduler = _scheduler(max_num_seqs=2)
+    assert scheduler.reserve(_sequence(1, 4))
+    assert scheduler.reserve(_sequence(2, 4))
+    assert not scheduler.reserve(_sequence(3, 4))
+
+
+def test_committed_sequence_goes_on_as_if_it_had_been_prefilled_here():
+    local, remote = _scheduler(), _scheduler()
+    local.add(_sequence(1, 20))
+    expected = _run(local)
+    sequence = _sequence(1, 20)
+    remote.reserve(sequence)
+    first = remote.activate(sequence, 70, now_ns=3)
+    assert (first.token_index, first.token_ids) == (0, (70,))
+    assert [o.token_ids for o in [first, *_run(remote)]] == [o.token_ids for o in expected]
+    assert remote._pool.num_free_blocks == 32
+
+
+def test_committed_sequence_that_ended_on_its_first_token_frees_its_blocks():
+    scheduler = _scheduler()
+    sequence = _sequence(1, 20, max_tokens=1)
+    scheduler.reserve(sequence)
+    assert scheduler.activate(sequence, 70, now_ns=3).finish_reason is FinishReason.LENGTH
+    assert scheduler._pool.num_free_blocks == 32
+
+
+def test_reserved_sequence_can_be_prefilled_here_in_its_own_blocks():
+    scheduler = _scheduler()
+    sequence = _sequence(1, 20)
+    scheduler.reserve(sequence)
+    blocks = list(sequence.block_table)
+    scheduler.queue_reserved(sequence)
+    plan, _ = _step(scheduler)
+    assert plan.chunks[0].num_tokens == 20
+    assert sequence.block_table == blocks
+
+
+def test_handoff_keeps_its_blocks_after_its_token_until_removed():
+    scheduler = _scheduler()
+    scheduler.add(_sequence(1, 20, is_handoff=True))
+    outputs = _run(scheduler)
+    assert [o.finish_reason for o in outputs] == [None]
+    assert scheduler.num_parked == 1
+    assert scheduler._pool.num_free_blocks == 29
+    scheduler.remove(RequestId(1))
+    assert scheduler._pool.num_free_blocks == 32
+
+
+@pytest.mark.parametrize("phase", ["waiting", "prefilling", "decoding", "reserved", "held"])
+def test_removal_at_any_phase_frees_everything(phase):
+    scheduler = _scheduler(max_num_batched_tokens=8)
+    sequence = _sequence(1, 20, is_handoff=phase == "held")
+    if phase == "reserved":
+        scheduler.reserve(sequence)
+    else:
+        scheduler.add(sequence)
+    for _ in range({"waiting": 0, "prefilling": 1, "decoding": 4, "reserved": 0, "held": 3}[phase]):
+        _step(scheduler)
+    assert scheduler.remove(RequestId(1)) is sequence
+    assert scheduler.remove(RequestId(1)) is None
+    assert scheduler._pool.num_free_blocks == 32
+    assert not scheduler.has_work
+    scheduler.check_invariants()
+
+
+def test_resumed_request_counts_on_from_what_was_generated_before():
+    scheduler = _scheduler()
+    tokens = tuple(range(10, 30))
+    request = EngineRequest(RequestId(1), tokens, SamplingParams(max_tokens=8), num_prompt_tokens=15)
+    scheduler.add(Sequence(request))
+    outputs = _run(scheduler)
+    assert [o.token_index for o in outputs] == [5, 6, 7]
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_timing_comes_with_the_first_token_only():
+    scheduler = _scheduler()
+    scheduler.add(_sequence(1, 20, max_tokens=2))
+    outputs = _run(scheduler)
+    assert outputs[0].prefill_timing is not None
+    assert outputs[0].prefill_timing.prefill_ns == 1
+    assert outputs[1].prefill_timing is None
