@@ -1,0 +1,4 @@
+"""The decode tier's gRPC service: reserves blocks, takes over prefilled sequences, generates the rest.
+
+Next: `servicer.py` for the session, `reservation.py` for who gets blocks when.
+"""

@@ -1,0 +1,73 @@
+"""DecodeRequest: what the decode service keeps of one request, and the session it belongs to."""
+
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from decode_service import convert
+from engine.types import EngineRequest, LeaseId, RequestId
+from kvrelay.v1 import decode_service_pb2 as pb
+from kvrelay.v1 import session_pb2
+from worker.outbox import Outbox
+from worker.session import new_session_id, request_error
+
+
+class Phase(StrEnum):
+    """Where a request stands on this worker."""
+
+    QUEUED = "queued"
+    """Waits for blocks."""
+    RESERVED = "reserved"
+    """Has blocks and a lease; KV is expected."""
+    RUNNING = "running"
+    """In the engine: committed, or prefilled here."""
+
+
+class DecodeSession:
+    """One gateway's session with this worker."""
+
+    def __init__(self) -> None:
+        self.session_id = new_session_id()
+        self.outbox: Outbox[pb.DecodeServiceSessionResponse] = Outbox(convert.step_event)
+
+    def put_load(self, load: session_pb2.WorkerLoad) -> None:
+        """Queue a load event."""
+        self.outbox.put(convert.load_event(load))
+
+
+@dataclass(slots=True, eq=False)
+class DecodeRequest:
+    """One request on this worker."""
+
+    request: EngineRequest
+    attempt: int
+    session: DecodeSession
+    ttl_s: float
+    """Time to live of its lease."""
+    deadline: float | None
+    """Monotonic seconds; None = none."""
+    queued_until: float
+    """Monotonic seconds after which it is shed if it still waits for blocks."""
+    traceparent: str
+    phase: Phase = Phase.QUEUED
+    lease_id: LeaseId | None = None
+    """Its reservation while the phase is RESERVED."""
+    started_ns: int = field(default_factory=time.monotonic_ns)
+    """When the present phase began."""
+    num_output_tokens: int = 0
+    """Tokens that left for the gateway."""
+
+    @property
+    def request_id(self) -> RequestId:
+        """The request's id."""
+        return self.request.request_id
+
+    def enter(self, phase: Phase) -> None:
+        """Change the phase and note the time."""
+        self.phase = phase
+        self.started_ns = time.monotonic_ns()
+
+    def send_error(self, error: BaseException) -> None:
+        """Tell the gateway that the request has ended here with an error."""
+        event = request_error(self.request_id, self.attempt, error)
+        self.session.outbox.put(convert.error_event(event))

@@ -1,0 +1,20 @@
+"""PrefillSettings: what a prefill worker is told."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from worker.settings import WorkerSettings
+
+
+class PrefillSettings(WorkerSettings):
+    """Settings of a prefill worker."""
+
+    section: ClassVar[str] = "prefill"
+
+    commit_timeout_s: float = Field(
+        30.0, gt=0, allow_inf_nan=False, description="longest wait for a decode worker to verify and take over KV"
+    )
+    nice: int = Field(
+        5, ge=0, le=19, description="OS priority of this process; prefill yields to decode on shared cores"
+    )

@@ -1,0 +1,201 @@
+"""The life of one worker process: bind, load, serve, register, drain, stop. Shared by both tiers' `__main__`."""
+
+import asyncio
+import os
+import secrets
+from collections.abc import Callable
+
+import structlog
+
+from engine.engine import Engine, ExportListener
+from engine.errors import EngineError
+from engine.loop import EngineLoop
+from engine.serving.server import ServiceServer
+from engine.serving.telemetry import configure_logging, configure_tracing, shutdown_tracing
+from engine.types import Incarnation, SequenceOutput, WorkerId
+from kvrelay.v1 import registry_service_pb2, worker_service_pb2, worker_service_pb2_grpc
+from kvrelay.wire.layout import layout_to_proto
+from worker.bootstrap import build_engine
+from worker.registration import Registration
+from worker.settings import WorkerSettings
+from worker.tier import TierService, WorkerContext
+from worker.worker_servicer import WorkerServicer
+
+WORKER_SERVICE = "kvrelay.v1.WorkerService"
+LOAD_PROGRESS_STEP = 0.25
+
+_log = structlog.get_logger(__name__)
+
+
+class WorkerProcess:
+    """One worker: an engine, a tier's service, a server and a registration.
+
+    Args:
+        settings: The worker's settings.
+        role: `prefill` or `decode`.
+        service_name: Full name of the tier's service, for health and reflection.
+        make_tier: Builds the tier's service once the engine is there.
+        export_listener: Passed to the engine (prefill tier).
+    """
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        role: registry_service_pb2.WorkerRole,
+        service_name: str,
+        make_tier: Callable[[WorkerContext], TierService],
+        export_listener: ExportListener | None = None,
+    ) -> None:
+        self._settings = settings
+        self._role = role
+        self._service_name = service_name
+        self._make_tier = make_tier
+        self._export_listener = export_listener
+        self._tier: TierService | None = None
+        self._is_draining = False
+
+    async def run(self) -> int:
+        """Serve until SIGTERM and return the exit code."""
+        settings = self._settings
+        async with ServiceServer(
+            host=settings.host, port=settings.port, service_names=[self._service_name, WORKER_SERVICE]
+        ) as server:
+            server.bind()
+            engine_loop = EngineLoop(self._build_engine, self._deliver, self._fatal_handler(server))
+            try:
+                await engine_loop.start()
+                context = await self._context(server, engine_loop)
+                tier = self._tier = self._make_tier(context)
+                return await self._serve(server, context, tier)
+            finally:
+                if self._tier is not None:
+                    await self._tier.close()
+                await engine_loop.stop()
+
+    async def _serve(self, server: ServiceServer, context: WorkerContext, tier: TierService) -> int:
+        info = await self._model_info(context)
+        tier.add_to(server.grpc_server)
+        worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(
+            WorkerServicer(
+                context.engine_loop, info, tier.read_load, lambda: self._drain(tier), self._settings.drain_timeout_s
+            ),
+            server.grpc_server,
+        )
+        await tier.open()
+        await server.start()
+        server.health.set_serving(self._service_name)
+        server.health.set_serving(WORKER_SERVICE)
+        registration = Registration(
+            self._settings.gateway, self._register_request(context, tier, info), lambda: self._is_draining
+        )
+        server.create_task(registration.run(), "registration")
+        _log.info(
+            "worker.ready",
+            worker_id=context.worker_id,
+            model=info.model_name,
+            address=context.address,
+            num_blocks=info.num_blocks,
+            block_size=context.layout.block_size,
+            transports=list(tier.transports),
+        )
+
+        async def drain() -> None:
+            registration.announce_drain()
+            await self._drain(tier)
+
+        try:
+            return await server.run_until_signal(drain, self._settings.drain_timeout_s)
+        finally:
+            await registration.close()
+
+    async def _drain(self, tier: TierService) -> None:
+        self._is_draining = True
+        tier.start_drain()
+        await tier.wait_idle()
+
+    def _build_engine(self) -> Engine:
+        reported = 0.0
+
+        def progress(num_done: int, num_total: int) -> None:
+            nonlocal reported
+            if num_total and num_done / num_total >= reported + LOAD_PROGRESS_STEP:
+                reported = num_done / num_total
+                _log.info("model.loading", percent=round(100 * reported))
+
+        return build_engine(self._settings, self._export_listener, progress)
+
+    def _deliver(self, outputs: list[SequenceOutput]) -> None:
+        if self._tier is not None:
+            self._tier.deliver(outputs)
+
+    @staticmethod
+    def _fatal_handler(server: ServiceServer) -> Callable[[BaseException], None]:
+        loop = asyncio.get_running_loop()
+
+        def on_fatal(error: BaseException) -> None:
+            # The device's state is unknown after a failed step: stop, and let the supervisor start a fresh process.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(server.request_stop, 1)
+
+        return on_fatal
+
+    async def _context(self, server: ServiceServer, engine_loop: EngineLoop) -> WorkerContext:
+        settings = self._settings
+        role = "prefill" if self._role == registry_service_pb2.WORKER_ROLE_PREFILL else "decode"
+        kv_cache = await engine_loop.call(lambda engine: engine.kv_cache)
+        host = settings.advertise_host or settings.host
+        return WorkerContext(
+            worker_id=WorkerId(settings.resolved_worker_id(role)),
+            incarnation=Incarnation(secrets.randbits(63)),
+            engine_loop=engine_loop,
+            kv_cache=kv_cache,
+            layout=kv_cache.layout,
+            address=f"[{host}]:{server.port}" if ":" in host else f"{host}:{server.port}",
+            spawn=server.create_task,
+        )
+
+    async def _model_info(self, context: WorkerContext) -> worker_service_pb2.GetModelInfoResponse:
+        config = await context.engine_loop.call(lambda engine: engine.model.config)
+        return worker_service_pb2.GetModelInfoResponse(
+            model_name=self._settings.model,
+            architecture=config.architecture,
+            context_length=config.max_position,
+            vocab_size=config.vocab_size,
+            layout=layout_to_proto(context.layout),
+            num_blocks=context.kv_cache.num_blocks,
+            device=str(context.kv_cache.tensor.device),
+        )
+
+    def _register_request(
+        self, context: WorkerContext, tier: TierService, info: worker_service_pb2.GetModelInfoResponse
+    ) -> registry_service_pb2.RegisterRequest:
+        return registry_service_pb2.RegisterRequest(
+            worker_id=context.worker_id,
+            incarnation=context.incarnation,
+            role=self._role,
+            address=context.address,
+            model_name=info.model_name,
+            layout=info.layout,
+            num_blocks=info.num_blocks,
+            transfer_addresses=tier.transfer_addresses,
+            max_num_seqs=self._settings.max_num_seqs,
+            context_length=info.context_length,
+            transports=tier.transports,
+            architecture=info.architecture,
+            vocab_size=info.vocab_size,
+        )
+
+
+def run_worker(settings: WorkerSettings, role_name: str, make_process: Callable[[], WorkerProcess]) -> int:
+    """Set up logging and tracing, run a worker to its end, and return the process's exit code."""
+    configure_logging(role_name, settings.log_json, settings.log_level)
+    configure_tracing(f"kvrelay-{role_name}", settings.otlp_endpoint)
+    if settings.nice:
+        os.nice(settings.nice)
+    try:
+        return asyncio.run(make_process().run())
+    except EngineError as error:
+        _log.error("worker.failed", error=str(error))
+        return 1
+    finally:
+        shutdown_tracing()

@@ -1,0 +1,77 @@
+"""OutputRouter: brings each step's outputs from the engine's thread to the sessions that wait for them.
+
+One hop to asyncio per step, then one message per session. Belongs to one event loop, except `deliver_threadsafe`.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.types import RequestId, SequenceOutput
+from kvrelay.v1 import session_pb2
+from kvrelay.wire.requests import output_to_proto
+
+
+class OutputSink(Protocol):
+    """Where a session's step outputs go; `Outbox` is one."""
+
+    def put_outputs(self, outputs: list[session_pb2.TokenOutput]) -> None:
+        """Take one step's outputs of one session."""
+        ...
+
+
+@dataclass(slots=True)
+class Route:
+    """Where one request's outputs go."""
+
+    sink: OutputSink
+    attempt: int
+    """Goes into each output, so that the gateway can tell attempts apart."""
+    on_output: Callable[[SequenceOutput], None] | None = None
+    """Called for each output before it is sent; must not raise."""
+
+
+class OutputRouter:
+    """Routes of all requests in this worker's engine.
+
+    Invariant: a request has a route from before it enters the engine until its last output or its removal.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_step: Callable[[], None] | None = None) -> None:
+        self._loop = loop
+        self._on_step = on_step
+        self._routes: dict[RequestId, Route] = {}
+
+    def __len__(self) -> int:
+        return len(self._routes)
+
+    def add(self, request_id: RequestId, route: Route) -> None:
+        """Start routing a request's outputs; a later route replaces an earlier one."""
+        self._routes[request_id] = route
+
+    def remove(self, request_id: RequestId) -> None:
+        """Stop routing; outputs still on their way are dropped."""
+        self._routes.pop(request_id, None)
+
+    def deliver_threadsafe(self, outputs: list[SequenceOutput]) -> None:
+        """Take a step's outputs on the engine's thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.deliver, outputs)
+
+    def deliver(self, outputs: list[SequenceOutput]) -> None:
+        """Send a step's outputs to their sessions, one message each."""
+        by_sink: dict[int, tuple[OutputSink, list[session_pb2.TokenOutput]]] = {}
+        for output in outputs:
+            route = self._routes.get(output.request_id)
+            if route is None:
+                continue
+            if output.finish_reason is not None:
+                del self._routes[output.request_id]
+            by_sink.setdefault(id(route.sink), (route.sink, []))[1].append(output_to_proto(output, route.attempt))
+            if route.on_output is not None:
+                route.on_output(output)
+        for sink, messages in by_sink.values():
+            sink.put_outputs(messages)
+        if self._on_step is not None:
+            self._on_step()

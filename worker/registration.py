@@ -1,0 +1,99 @@
+"""Registration: makes this worker known to its gateway and keeps it so until the end.
+
+A gateway that restarts has forgotten its workers; KeepAlive then answers NOT_FOUND and the worker registers again.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+import grpc
+import grpc.aio
+import structlog
+
+from engine.serving.options import channel_options
+from engine.serving.status import from_rpc_error
+from kvrelay.v1 import registry_service_pb2 as pb
+from kvrelay.v1 import registry_service_pb2_grpc
+
+RETRY_INTERVAL_S = 0.5
+RPC_TIMEOUT_S = 5.0
+_REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
+
+_log = structlog.get_logger(__name__)
+
+
+class Registration:
+    """Keeps one worker registered with one gateway.
+
+    Args:
+        gateway: The gateway's address, host:port.
+        request: What to register.
+        is_draining: Read before each KeepAlive.
+    """
+
+    def __init__(self, gateway: str, request: pb.RegisterRequest, is_draining: Callable[[], bool]) -> None:
+        self._gateway = gateway
+        self._request = request
+        self._is_draining = is_draining
+        self._channel = grpc.aio.insecure_channel(gateway, options=channel_options())
+        self._stub = registry_service_pb2_grpc.RegistryServiceStub(self._channel)
+        self._wake = asyncio.Event()
+
+    async def run(self) -> None:
+        """Register and keep alive until cancelled.
+
+        Raises:
+            EngineError: The gateway refuses this worker for good, e.g. because its KV layout does not fit.
+        """
+        while True:
+            interval_s = await self._register()
+            while await self._keep_alive(interval_s):
+                pass
+
+    def announce_drain(self) -> None:
+        """Tell the gateway now rather than at the next KeepAlive that no new request is taken."""
+        self._wake.set()
+
+    async def close(self) -> None:
+        """Deregister, if the gateway can be reached, and close the channel."""
+        request = pb.DeregisterRequest(worker_id=self._request.worker_id, incarnation=self._request.incarnation)
+        try:
+            await self._stub.Deregister(request, timeout=1.0)
+        except grpc.aio.AioRpcError as error:
+            _log.debug("registration.deregister_failed", code=error.code().name)
+        await self._channel.close()
+
+    async def _register(self) -> float:
+        """Register, trying until it works; returns the keep-alive interval in seconds."""
+        is_first = True
+        while True:
+            try:
+                response = await self._stub.Register(self._request, timeout=RPC_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                if error.code() in _REFUSALS:
+                    raise from_rpc_error(error) from error
+                if is_first:
+                    _log.info("registration.waiting", gateway=self._gateway, code=error.code().name)
+                    is_first = False
+                await asyncio.sleep(RETRY_INTERVAL_S)
+            else:
+                _log.info("registration.registered", gateway=self._gateway, worker_id=self._request.worker_id)
+                return float(response.keep_alive_interval_ms) / 1000
+
+    async def _keep_alive(self, interval_s: float) -> bool:
+        """Wait one interval and renew; False when the worker must register again."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), interval_s)
+        self._wake.clear()
+        request = pb.KeepAliveRequest(
+            worker_id=self._request.worker_id,
+            incarnation=self._request.incarnation,
+            is_draining=self._is_draining(),
+        )
+        try:
+            await self._stub.KeepAlive(request, timeout=RPC_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            _log.info("registration.lost", gateway=self._gateway, code=error.code().name)
+            return False
+        return True

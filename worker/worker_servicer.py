@@ -1,0 +1,94 @@
+"""WorkerServicer: what every worker answers about itself, whatever its tier."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import grpc.aio
+
+from engine.engine import EngineLoad
+from engine.loop import EngineLoop
+from kvrelay.v1 import session_pb2, worker_service_pb2_grpc
+from kvrelay.v1 import worker_service_pb2 as pb
+from worker.kv_events import KvEventLog
+
+LoadReader = Callable[[], Awaitable[session_pb2.WorkerLoad]]
+Context = grpc.aio.ServicerContext[object, object]
+
+
+def load_to_proto(load: EngineLoad, *, num_queued: int, num_leases: int, is_draining: bool) -> session_pb2.WorkerLoad:
+    """Return a worker's load.
+
+    Args:
+        load: The engine's counts.
+        num_queued: Requests that wait outside the engine, e.g. for a reservation.
+        num_leases: Open reservations.
+        is_draining: Whether new requests are refused.
+    """
+    return session_pb2.WorkerLoad(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting + num_queued,
+        num_free_blocks=load.num_free_blocks,
+        num_blocks=load.num_blocks,
+        num_leases=num_leases,
+        is_draining=is_draining,
+        num_waiting_tokens=load.num_waiting_tokens,
+        num_preemptions=load.num_preemptions,
+        num_cache_hit_tokens=load.num_cache_hit_tokens,
+        num_cache_query_tokens=load.num_cache_query_tokens,
+    )
+
+
+class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
+    """Answers WorkerService for one worker.
+
+    Args:
+        engine_loop: The engine.
+        info: The model and its KV cache.
+        read_load: Returns the load now.
+        drain: Refuses new requests and waits for the running ones.
+        default_drain_timeout_s: Used when DrainRequest names none.
+    """
+
+    def __init__(
+        self,
+        engine_loop: EngineLoop,
+        info: pb.GetModelInfoResponse,
+        read_load: LoadReader,
+        drain: Callable[[], Awaitable[None]],
+        default_drain_timeout_s: float,
+    ) -> None:
+        self._engine_loop = engine_loop
+        self._info = info
+        self._read_load = read_load
+        self._drain = drain
+        self._default_drain_timeout_s = default_drain_timeout_s
+        self._events = KvEventLog(engine_loop)
+
+    async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
+        """Return the load now."""
+        return pb.GetLoadsResponse(load=await self._read_load())
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
+        """Return the model's and the KV cache's description."""
+        return self._info
+
+    async def SubscribeKvEvents(
+        self, request: pb.SubscribeKvEventsRequest, context: Context
+    ) -> AsyncIterator[pb.SubscribeKvEventsResponse]:
+        """Stream what enters and leaves the prefix cache."""
+        async for batch in self._events.subscribe(request.start_sequence_number):
+            yield batch
+
+    async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
+        """Forget every cached prefix that nobody uses."""
+        return pb.FlushCacheResponse(num_blocks=await self._engine_loop.call(lambda engine: engine.pool.flush()))
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        """Refuse new requests and wait for the running ones."""
+        timeout_s = request.timeout_ms / 1000 or self._default_drain_timeout_s
+        try:
+            await asyncio.wait_for(self._drain(), timeout_s)
+        except TimeoutError:
+            load = await self._read_load()
+            return pb.DrainResponse(num_running=load.num_running + load.num_waiting)
+        return pb.DrainResponse()
