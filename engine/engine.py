@@ -16,6 +16,7 @@ from engine.model.kv_cache import KvCache
 from engine.runner import ModelRunner
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence import Sequence
+from engine.spec.speculation import Speculation
 from engine.types import BlockId, EngineRequest, RequestId, SequenceOutput
 
 
@@ -77,6 +78,7 @@ class Engine:
         cache_config: CacheConfig,
         scheduler_config: SchedulerConfig,
         export_listener: ExportListener | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache
@@ -91,6 +93,7 @@ class Engine:
         )
         self._runner = ModelRunner(model, kv_cache)
         self._export_listener = export_listener
+        self._speculation = speculation
 
     @property
     def has_work(self) -> bool:
@@ -147,11 +150,16 @@ class Engine:
 
     def remove(self, request_ids: Iterable[RequestId]) -> list[RequestId]:
         """End requests at whatever phase and free their blocks; returns those that were here."""
-        return [request_id for request_id in request_ids if self.scheduler.remove(request_id) is not None]
+        removed = [request_id for request_id in request_ids if self.scheduler.remove(request_id) is not None]
+        if self._speculation is not None:
+            for request_id in removed:
+                self._speculation.forget(request_id)
+        return removed
 
     def step(self) -> list[SequenceOutput]:
         """Run one step; returns what it produced, or [] when nothing could run."""
-        plan = self.scheduler.plan(time.monotonic_ns())
+        drafts = self._speculation.propose(self.scheduler.decodes()) if self._speculation is not None else None
+        plan = self.scheduler.plan(time.monotonic_ns(), drafts)
         if not plan.chunks:
             return []
         on_layer = None
@@ -166,8 +174,13 @@ class Engine:
             def on_layer(layer: int) -> None:
                 listener.on_layer(layer, progress)
 
+        started_ns = time.monotonic_ns()
         result = self._runner.run(plan, on_layer)
-        return self.scheduler.apply(plan, result, time.monotonic_ns())
+        finished_ns = time.monotonic_ns()
+        outputs = self.scheduler.apply(plan, result, finished_ns)
+        if self._speculation is not None:
+            self._speculation.observe(plan, outputs, (finished_ns - started_ns) / 1e9)
+        return outputs
 
     def load(self) -> EngineLoad:
         """Return the counts now."""

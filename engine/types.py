@@ -86,6 +86,8 @@ class SamplingParams:
     """None = no logprobs; k = the sampled token's and the k best tokens'."""
     skip_special_tokens: bool = True
     """Whether special tokens are left out of the text."""
+    num_draft_tokens: int | None = None
+    """Most draft tokens per step; 0 = no speculation, None = the worker decides. The tokens are the same."""
 
     @property
     def is_greedy(self) -> bool:

@@ -10,6 +10,7 @@ from engine.config import CacheConfig, KvDtype, SchedulerConfig
 from engine.engine import Engine, ExportListener
 from engine.model.kv_cache import KvCache
 from engine.model.loader import load_model
+from engine.spec.speculation import Speculation
 from engine.types import EngineRequest, FinishReason, RequestId, SamplingParams, SequenceOutput
 
 
@@ -22,6 +23,7 @@ def make_engine(
     prefix_cache: bool = True,
     listener: ExportListener | None = None,
     scheduler: SchedulerConfig | None = None,
+    speculation: Speculation | None = None,
 ) -> Engine:
     """Return an engine over a model on disk."""
     model = load_model(str(source))
@@ -29,7 +31,7 @@ def make_engine(
     layout = KvLayout(model.fingerprint, config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype)
     cache_config = CacheConfig(num_blocks, block_size, dtype, prefix_cache)
     cache = KvCache(layout, num_blocks, torch.device("cpu"))
-    return Engine(model, cache, cache_config, scheduler or SchedulerConfig(), listener)
+    return Engine(model, cache, cache_config, scheduler or SchedulerConfig(), listener, speculation)
 
 
 def make_request(request_id: int, prompt: Sequence[int], **params: object) -> EngineRequest:

@@ -11,6 +11,9 @@ from engine.errors import InvalidRequest
 from engine.model.interface import LanguageModel
 from engine.model.kv_cache import KvCache
 from engine.model.loader import load_model
+from engine.spec.ngram import NgramDrafter
+from engine.spec.pace import DraftPacer
+from engine.spec.speculation import Speculation
 from worker.settings import WorkerSettings
 
 MEBIBYTE = 1024 * 1024
@@ -38,7 +41,15 @@ def build_engine(
             raise InvalidRequest("kv_memory_mib", "does not hold a single KV block of this model")
     cache_config = CacheConfig(num_blocks, settings.block_size, settings.kv_dtype, settings.prefix_cache)
     scheduler_config = SchedulerConfig(settings.max_num_seqs, settings.max_num_batched_tokens, settings.max_waiting)
-    return Engine(model, KvCache(layout, num_blocks, device), cache_config, scheduler_config, export_listener)
+    kv_cache = KvCache(layout, num_blocks, device)
+    return Engine(model, kv_cache, cache_config, scheduler_config, export_listener, make_speculation(settings))
+
+
+def make_speculation(settings: WorkerSettings) -> Speculation | None:
+    """Return what drafts tokens, or None when the settings say none."""
+    if settings.speculation == "none":
+        return None
+    return Speculation(NgramDrafter(), DraftPacer(settings.max_draft_tokens))
 
 
 def kv_layout(model: LanguageModel, settings: WorkerSettings) -> KvLayout:

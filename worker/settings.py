@@ -32,6 +32,10 @@ class WorkerSettings(RoleSettings):
     max_num_seqs: int = Field(64, ge=1, description="most sequences in one step")
     max_num_batched_tokens: int = Field(512, ge=1, description="token budget of one step, decodes first")
     max_waiting: int = Field(1024, ge=1, description="most requests that wait here; beyond it they are shed")
+    speculation: Literal["none", "ngram"] = Field(
+        "ngram", description="how tokens are drafted on the decode tier; the tokens that come out are the same"
+    )
+    max_draft_tokens: int = Field(8, ge=1, le=32, description="most tokens drafted for one sequence in a step")
     nice: int = Field(0, ge=0, le=19, description="OS priority of this process; higher yields to others")
 
     @field_validator("gateway")

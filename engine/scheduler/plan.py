@@ -17,11 +17,18 @@ class ScheduledChunk:
     num_tokens: int
     samples: bool
     """Whether the chunk reaches the sequence's end, so that a token is sampled after it."""
+    draft_token_ids: tuple[int, ...] = ()
+    """Proposed tokens that are computed behind the chunk's own, to be verified in the same step."""
 
     @property
     def end(self) -> int:
-        """Position after the last token."""
+        """Position after the last token of the sequence itself."""
         return self.start + self.num_tokens
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step: own tokens and drafts."""
+        return self.num_tokens + len(self.draft_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +38,24 @@ class StepPlan:
     chunks: tuple[ScheduledChunk, ...]
 
     @property
-    def num_tokens(self) -> int:
+    def num_rows(self) -> int:
         """Rows of the step."""
-        return sum(chunk.num_tokens for chunk in self.chunks)
+        return sum(chunk.num_rows for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
-class SampledToken:
-    """The token sampled after one chunk."""
+class SampledTokens:
+    """The tokens sampled after one chunk: the accepted drafts and one more."""
 
     request_id: RequestId
-    token_id: int
-    logprobs: PositionLogprobs | None = None
+    token_ids: tuple[int, ...]
+    """At least one. All but the last equal the chunk's drafts."""
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    """Empty, or one per token."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What came back: one entry per chunk that samples, in plan order."""
 
-    sampled: tuple[SampledToken, ...]
+    sampled: tuple[SampledTokens, ...]

@@ -6,11 +6,12 @@ least. Torch-free; lives on the engine's thread.
 """
 
 import bisect
+from collections.abc import Mapping
 
 from engine.cache.block_pool import BlockPool
 from engine.config import SchedulerConfig
 from engine.errors import CapacityError, ContextTooLong
-from engine.scheduler.plan import SampledToken, ScheduledChunk, StepPlan, StepResult
+from engine.scheduler.plan import SampledTokens, ScheduledChunk, StepPlan, StepResult
 from engine.sequence import Sequence, SequenceStatus
 from engine.types import FinishReason, PrefillTiming, RequestId, SequenceOutput
 
@@ -113,11 +114,10 @@ class Scheduler:
         The output is what a local prefill would have given; the caller decides whom to tell.
         """
         self._unpark(sequence, SequenceStatus.RESERVED)
-        sequence.num_computed_tokens = sequence.num_tokens
-        self._publish_computed(sequence)
         sequence.status = SequenceStatus.RUNNING
         self._running.append(sequence)
-        return self._append_token(sequence, SampledToken(sequence.request_id, first_token_id), now_ns)
+        imported = ScheduledChunk(sequence, 0, sequence.num_tokens, samples=True)
+        return self._append(imported, SampledTokens(sequence.request_id, (first_token_id,)), now_ns)
 
     def queue_reserved(self, sequence: Sequence) -> None:
         """Prefill a reserved sequence here instead of waiting for its hand-off; it keeps its blocks."""
@@ -133,19 +133,31 @@ class Scheduler:
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
-    def plan(self, now_ns: int) -> StepPlan:
-        """Choose the next step's chunks and allocate their blocks."""
+    def decodes(self) -> list[Sequence]:
+        """Return the sequences whose next step is a plain decode, those for which drafts may be proposed."""
+        return [sequence for sequence in self._running if sequence.num_uncomputed_tokens == 1]
+
+    def plan(self, now_ns: int, drafts: Mapping[RequestId, tuple[int, ...]] | None = None) -> StepPlan:
+        """Choose the next step's chunks and allocate their blocks.
+
+        Args:
+            now_ns: Monotonic time, for timings.
+            drafts: Proposed tokens by sequence; cut to what budget, limits and free blocks allow.
+        """
         budget = self._config.max_num_batched_tokens
         chunks: list[ScheduledChunk] = []
-        decodes = [s for s in self._running if s.num_uncomputed_tokens == 1]
+        decodes = self.decodes()
         prefills = [s for s in self._running if s.num_uncomputed_tokens > 1]
-        for sequence in decodes:
+        for num_before, sequence in enumerate(decodes):
             if budget == 0:
                 break
             # An earlier sequence's growth may have preempted this one.
             if sequence.status is SequenceStatus.RUNNING and self._grow(sequence, chunks):
-                chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, 1, samples=True))
-                budget -= 1
+                proposed = drafts.get(sequence.request_id, ()) if drafts else ()
+                num_after = len(decodes) - num_before - 1
+                accepted = self._fit_drafts(sequence, proposed, budget - 1 - num_after)
+                chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, 1, True, accepted))
+                budget -= chunks[-1].num_rows
         for sequence in prefills:
             if budget == 0:
                 break
@@ -165,12 +177,11 @@ class Scheduler:
         sampled = iter(result.sampled)
         outputs: list[SequenceOutput] = []
         for chunk in plan.chunks:
-            token = next(sampled) if chunk.samples else None
-            sequence = chunk.sequence
-            sequence.num_computed_tokens = chunk.end
-            self._publish_computed(sequence)
-            if token is not None:
-                outputs.append(self._append_token(sequence, token, now_ns))
+            if chunk.samples:
+                outputs.append(self._append(chunk, next(sampled), now_ns))
+            else:
+                chunk.sequence.num_computed_tokens = chunk.end
+                self._publish_computed(chunk.sequence)
         return outputs
 
     def check_invariants(self) -> None:
@@ -289,21 +300,51 @@ class Scheduler:
             )
             sequence.block_hashes.append(block_hash)
 
-    def _append_token(self, sequence: Sequence, token: SampledToken, now_ns: int) -> SequenceOutput:
-        sequence.token_ids.append(token.token_id)
+    def _fit_drafts(self, sequence: Sequence, proposed: tuple[int, ...], budget: int) -> tuple[int, ...]:
+        """Cut drafts to what can be used and has blocks; nobody is preempted for a guess."""
+        # One step yields one token more than it has drafts, so the last token allowed needs none.
+        remaining = sequence.sampling_params.max_tokens - sequence.num_output_tokens
+        room = self._max_position - sequence.num_tokens
+        count = max(0, min(len(proposed), budget, remaining - 1, room - 1))
+        missing = self._num_blocks(sequence.num_tokens + count) - len(sequence.block_table)
+        if missing > 0:
+            fresh = self._pool.allocate(missing)
+            if fresh is None:
+                count = len(sequence.block_table) * self._pool.block_size - sequence.num_tokens
+            else:
+                sequence.block_table.extend(fresh)
+        return proposed[:count]
+
+    def _append(self, chunk: ScheduledChunk, sampled: SampledTokens, now_ns: int) -> SequenceOutput:
+        """Take over the tokens after a chunk up to the one that ends the request, and drop KV of rejected drafts."""
+        sequence = chunk.sequence
+        first_index = sequence.num_output_tokens
         timing = None
-        if sequence.first_scheduled_ns is not None and sequence.num_tokens == len(sequence.request.token_ids) + 1:
+        if sequence.first_scheduled_ns is not None and sequence.num_tokens == len(sequence.request.token_ids):
             started = sequence.first_scheduled_ns
             timing = PrefillTiming(queue_ns=started - sequence.arrived_ns, prefill_ns=now_ns - started)
-        reason, matched = self._verdict(sequence, token.token_id)
+        reason: FinishReason | None = None
+        matched: int | None = None
+        num_new = 0
+        for token_id in sampled.token_ids:
+            sequence.token_ids.append(token_id)
+            num_new += 1
+            reason, matched = self._verdict(sequence, token_id)
+            if reason is not None:
+                break
+        # The last new token has no KV yet. Slots of rejected drafts are written anew by the steps to come.
+        sequence.num_computed_tokens = chunk.end + num_new - 1
+        self._publish_computed(sequence)
         output = SequenceOutput(
             request_id=sequence.request_id,
-            token_index=sequence.num_output_tokens - 1,
-            token_ids=(token.token_id,),
-            logprobs=(token.logprobs,) if token.logprobs is not None else (),
+            token_index=first_index,
+            token_ids=sampled.token_ids[:num_new],
+            logprobs=sampled.logprobs[:num_new],
             finish_reason=reason,
             matched_stop_token_id=matched,
             num_cached_tokens=sequence.num_cached_tokens,
+            num_draft_tokens=len(chunk.draft_token_ids),
+            num_accepted_tokens=len(sampled.token_ids) - 1,
             prefill_timing=timing,
         )
         if sequence.is_handoff:

@@ -53,6 +53,8 @@ def sampling_params_to_proto(params: SamplingParams) -> sampling_pb2.SamplingPar
     )
     if params.logprobs is not None:
         message.logprobs = params.logprobs
+    if params.num_draft_tokens is not None:
+        message.num_draft_tokens = params.num_draft_tokens
     return message
 
 
@@ -77,6 +79,7 @@ def sampling_params_from_proto(
         allowed_token_ids=frozenset(message.allowed_token_ids) or None,
         bad_words=bad_words,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        num_draft_tokens=message.num_draft_tokens if message.HasField("num_draft_tokens") else None,
     )
 
 

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.cache.block_pool import BlockPool
 from engine.config import SchedulerConfig
 from engine.errors import CapacityError, ContextTooLong
-from engine.scheduler.plan import SampledToken, StepResult
+from engine.scheduler.plan import SampledTokens, StepResult
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceStatus
 from engine.types import EngineRequest, RequestId, SamplingParams
@@ -29,6 +29,18 @@ def complete(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
         if tokens[-1] == EOS:
             break
     return tokens[len(prompt) :]
+
+
+def verified(chunk) -> tuple[int, ...]:
+    """The accepted drafts and one more."""
+    tokens = list(chunk.sequence.token_ids)
+    new = []
+    for draft in (*chunk.draft_token_ids, None):
+        new.append(next_token(tokens))
+        tokens.append(new[-1])
+        if new[-1] != draft:
+            break
+    return tuple(new)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -96,14 +108,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         del self.expected[request_id]
         self.reserved.pop(request_id, None)
 
-    @rule(count=st.integers(1, 5))
-    def step(self, count):
+    @rule(count=st.integers(1, 5), num_right=st.integers(0, 6), num_wrong=st.integers(0, 3))
+    def step(self, count, num_right=0, num_wrong=0):
         for _ in range(count):
-            plan = self.scheduler.plan(now_ns=0)
+            drafts = {
+                sequence.request_id: (*complete(tuple(sequence.token_ids), num_right), *[EOS] * num_wrong)
+                for sequence in self.scheduler.decodes()
+            }
+            plan = self.scheduler.plan(now_ns=0, drafts=drafts)
             for chunk in plan.chunks:
-                assert chunk.end <= len(chunk.sequence.block_table) * BLOCK
+                assert chunk.start + chunk.num_rows <= len(chunk.sequence.block_table) * BLOCK
                 assert chunk.sequence.status is SequenceStatus.RUNNING
-            result = [SampledToken(c.sequence.request_id, next_token(c.sequence.token_ids)) for c in plan.chunks if c.samples]
+            result = [
+                SampledTokens(c.sequence.request_id, (next_token(c.sequence.token_ids),))
+                for c in plan.chunks
+                if c.samples
+            ]
             self._take(self.scheduler.apply(plan, StepResult(tuple(result)), now_ns=0))
 
     def _take(self, outputs):
@@ -130,7 +150,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(3000):
             if not self.scheduler.has_work:
                 break
-            self.step(1)
+            self.step(1, 2, 1)
         assert not self.expected, "some request never ended"
         assert self.pool.num_free_blocks == self.pool.num_blocks
 

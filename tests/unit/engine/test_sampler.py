@@ -8,6 +8,7 @@ from engine.sampling.noise import gumbel_noise
 from engine.sampling.sampler import SampleRequest, draw, position_logprobs, sample_row, sample_rows
 from engine.types import SamplingParams
 
+
 def _request(params: SamplingParams, tokens=(1, 2, 3), num_prompt=2) -> SampleRequest:
     return SampleRequest(params, TokenHistory(tokens, num_prompt), frozenset({0}))
 

@@ -5,7 +5,7 @@ import pytest
 from engine.cache.block_pool import BlockPool
 from engine.config import SchedulerConfig
 from engine.errors import CapacityError, ContextTooLong
-from engine.scheduler.plan import SampledToken, StepResult
+from engine.scheduler.plan import SampledTokens, StepResult
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceStatus
 from engine.types import EngineRequest, FinishReason, RequestId, SamplingParams
@@ -30,7 +30,9 @@ def _sequence(request_id: int, num_tokens: int, *, priority=0, base=None, is_han
 
 def _step(scheduler: Scheduler, token=lambda sequence: 50 + sequence.num_tokens):
     plan = scheduler.plan(now_ns=1)
-    result = StepResult(tuple(SampledToken(c.sequence.request_id, token(c.sequence)) for c in plan.chunks if c.samples))
+    result = StepResult(
+        tuple(SampledTokens(c.sequence.request_id, (token(c.sequence),)) for c in plan.chunks if c.samples)
+    )
     outputs = scheduler.apply(plan, result, now_ns=2)
     scheduler.check_invariants()
     return plan, outputs
