@@ -30,7 +30,7 @@ def test_rows_that_cost_more_than_they_bring_are_not_drafted():
 
 def test_worse_acceptance_gives_shorter_drafts():
     costs = {1: 1.0, 2: 1.05, 4: 1.3, 8: 1.7, 9: 1.8}
-    lengths = [_pacer(costs, acceptance).choose(ONE, [8])[0] for acceptance in (0.95, 0.6, 0.02)]
+    lengths = [_pacer(costs, acceptance).choose(ONE, [8])[0] for acceptance in (0.95, 0.6, 0.0)]
     assert lengths[0] > lengths[1] > lengths[2] == 0
 
 
