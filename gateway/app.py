@@ -1,0 +1,175 @@
+"""The gateway put together: parts, server, readiness, drain.
+
+`__main__.py` runs it as a process; tests and the local cluster run it inside their own loop.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from engine.clock import Clock, SystemClock
+from engine.model.source import ModelSource, resolve_model
+from engine.serving.options import PUBLIC_MAX_MESSAGE_BYTES
+from engine.serving.server import ServiceServer
+from engine.text.tokenizer import Tokenizer, load_tokenizer
+from gateway.admission import Admission
+from gateway.generation import Generation, GenerationParts
+from gateway.registry_servicer import SERVICE_NAME as REGISTRY_SERVICE
+from gateway.registry_servicer import RegistryServicer
+from gateway.relay import RelayLimits
+from gateway.router import AffinityLimits, Router
+from gateway.server_info import ServerInfo
+from gateway.servicer import SERVICE_NAME as INFERENCE_SERVICE
+from gateway.servicer import InferenceServicer
+from gateway.settings import GatewaySettings
+from gateway.tokenizer import TokenizerService
+from gateway.worker_pool import WorkerPool
+from gateway.worker_registry import WorkerRegistry, WorkerRole
+from gateway.worker_session import SessionLimits
+from kvrelay.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
+from kvrelay.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
+
+_log = structlog.get_logger(__name__)
+
+_CUT_MARGIN_S = 5.0
+"""Time that requests cut at the end of the drain have to tell their clients."""
+
+
+class Gateway:
+    """One gateway in the running event loop.
+
+    Invariant: the public service is SERVING exactly while a decode session is usable and no drain has begun.
+    """
+
+    def __init__(
+        self, settings: GatewaySettings, source: ModelSource, tokenizer: Tokenizer, clock: Clock | None = None
+    ) -> None:
+        clock = clock or SystemClock()
+        self._settings = settings
+        self.model_name = settings.served_model_name or source.name
+        """What requests and workers call the model."""
+        self.server = ServiceServer(
+            host=settings.host,
+            port=settings.port,
+            service_names=(INFERENCE_SERVICE, REGISTRY_SERVICE),
+            traced_services=(INFERENCE_SERVICE,),
+            max_message_bytes=PUBLIC_MAX_MESSAGE_BYTES,
+        )
+        self.tokenizer = TokenizerService(tokenizer)
+        self.registry = WorkerRegistry(
+            model_name=self.model_name,
+            min_vocab_size=tokenizer.vocab_size,
+            keep_alive_interval_s=settings.keep_alive_interval_s,
+            clock=clock,
+        )
+        session_limits = SessionLimits(ready_timeout_s=settings.session_ready_timeout_s)
+        self.pool = WorkerPool(self.registry, clock=clock, limits=session_limits)
+        self.router = Router(self.pool, AffinityLimits(capacity=settings.prefix_affinity_entries))
+        self.admission = Admission(
+            max_running=settings.max_running_requests,
+            max_queued=settings.max_queued_requests,
+            queue_timeout_s=settings.queue_timeout_s,
+            clock=clock,
+        )
+        self.generation = Generation(
+            GenerationParts(self.tokenizer, self.registry, self.pool, self.router, self.admission, clock),
+            model_names=tuple(dict.fromkeys((self.model_name, source.name))),
+            max_prompt_bytes=settings.max_prompt_bytes,
+            relay_limits=RelayLimits(
+                max_attempts=settings.max_attempts,
+                local_prefill_max_tokens=settings.local_prefill_max_tokens,
+                worker_wait_s=settings.worker_wait_s,
+            ),
+        )
+        self.info = ServerInfo(
+            model_name=self.model_name,
+            tokenizer=self.tokenizer,
+            registry=self.registry,
+            pool=self.pool,
+            admission=self.admission,
+            generation=self.generation,
+            clock=clock,
+        )
+        self.pool.subscribe(self._update_readiness)
+        self.pool.subscribe_gone(self.router.forget_worker)
+
+    @property
+    def address(self) -> str:
+        """`host:port` of the public API, once started."""
+        return self.server.address
+
+    async def start(self) -> None:
+        """Bind and answer; readiness follows the decode workers.
+
+        Raises:
+            InvalidRequest: the address cannot be used.
+        """
+        servicer = InferenceServicer(
+            self.generation,
+            self.tokenizer,
+            self.info,
+            clock=SystemClock(),
+            write_timeout_s=self._settings.write_timeout_s,
+        )
+        add_InferenceServiceServicer_to_server(servicer, self.server.grpc_server)
+        add_RegistryServiceServicer_to_server(RegistryServicer(self.registry), self.server.grpc_server)
+        await self.server.start()
+        self.server.health.set_serving(REGISTRY_SERVICE)
+        self.server.create_task(self._expire_workers(), "expire workers")
+
+    async def run_until_signal(self) -> int:
+        """Serve until SIGTERM or SIGINT, drain, stop, and return the exit code."""
+        timeout_s = self._settings.drain_timeout_s + _CUT_MARGIN_S
+        try:
+            return await self.server.run_until_signal(on_drain=self.drain, drain_timeout_s=timeout_s)
+        finally:
+            await self.stop()
+
+    async def drain(self) -> None:
+        """Refuse new requests and finish the running ones, within the limit of the settings."""
+        self.server.health.set_not_serving(INFERENCE_SERVICE)
+        await self.generation.drain(self._settings.drain_timeout_s)
+
+    async def stop(self) -> None:
+        """Stop answering, end the sessions and wait for all of it."""
+        await self.server.stop()
+        await self.pool.close()
+        self.tokenizer.close()
+
+    def _update_readiness(self) -> None:
+        if self.pool.usable(WorkerRole.DECODE) and not self.generation.is_draining:
+            self.server.health.set_serving(INFERENCE_SERVICE)
+        else:
+            self.server.health.set_not_serving(INFERENCE_SERVICE)
+
+    async def _expire_workers(self) -> None:
+        while True:
+            await asyncio.sleep(self.registry.keep_alive_interval_s)
+            self.registry.expire()
+
+
+async def serve(settings: GatewaySettings, on_ready: Callable[[Gateway], None] | None = None) -> int:
+    """Load the tokenizer, run a gateway until a signal, and return the exit code.
+
+    Args:
+        settings: The process's settings.
+        on_ready: Called once the port answers, e.g. to print a banner.
+
+    Raises:
+        InvalidRequest: a setting cannot be used.
+    """
+    source = await asyncio.to_thread(resolve_model, settings.model)
+    tokenizer = await asyncio.to_thread(load_tokenizer, source.path)
+    gateway = Gateway(settings, source, tokenizer)
+    try:
+        await gateway.start()
+        running = asyncio.ensure_future(gateway.run_until_signal())
+        # One turn of the loop, so that signals are handled before anybody is told that there is a process to signal.
+        await asyncio.sleep(0)
+        _log.info("gateway.started", address=gateway.address, model=gateway.model_name)
+        if on_ready is not None:
+            on_ready(gateway)
+        return await running
+    finally:
+        await gateway.stop()

@@ -1,0 +1,71 @@
+"""From a checked call to the completions to run: tokenized, fitted to the context, seeded.
+
+The last place where a request can be refused for what it says; after this only capacity, workers and time can fail it.
+"""
+
+import secrets
+from dataclasses import replace
+
+from engine.errors import ContextTooLong, InvalidRequest
+from engine.types import EngineRequest, RequestId
+from gateway.request import CompletionRequest, GenerateCall, ModelLimits
+from gateway.tokenizer import TokenizerService
+from gateway.validation import check_prompt_tokens
+
+DEFAULT_MAX_TOKENS = 1_024
+"""Most tokens where the call names no limit."""
+_SEED_END = 1 << 64
+
+
+async def resolve(
+    call: GenerateCall,
+    *,
+    first_request_id: RequestId,
+    tokenizer: TokenizerService,
+    max_sequence_tokens: int,
+    limits: ModelLimits,
+    arrival: float,
+    deadline: float | None,
+) -> list[CompletionRequest]:
+    """Return the call's completions, with request ids counting up from `first_request_id` and seeds from the call's.
+
+    Raises:
+        InvalidRequest: the prompt has no tokens, or min_tokens exceeds what can be generated.
+        ContextTooLong: prompt and output do not fit the context; names the field to change.
+    """
+    token_ids = await tokenizer.encode_prompt(call.prompt)
+    check_prompt_tokens(call.prompt.field, len(token_ids), limits)
+    num_left = max_sequence_tokens - len(token_ids)
+    max_tokens = min(DEFAULT_MAX_TOKENS, num_left) if call.max_tokens is None else call.max_tokens
+    if max_tokens > num_left:
+        raise ContextTooLong(
+            "sampling_params.max_tokens",
+            f"the prompt has {len(token_ids)} of the context's {max_sequence_tokens} tokens, "
+            f"which leaves {num_left}, not {max_tokens}",
+        )
+    if call.sampling_params.min_tokens > max_tokens:
+        raise InvalidRequest(
+            "sampling_params.min_tokens",
+            f"must be at most the {max_tokens} tokens that can be generated, not {call.sampling_params.min_tokens}",
+        )
+    params = replace(
+        call.sampling_params, max_tokens=max_tokens, bad_words=await tokenizer.encode_bad_words(call.bad_words)
+    )
+    seed = secrets.randbits(64) if call.seed is None else call.seed
+    return [
+        CompletionRequest(
+            EngineRequest(
+                request_id=RequestId(first_request_id + index),
+                token_ids=token_ids,
+                sampling_params=replace(params, seed=(seed + index) % _SEED_END),
+                num_prompt_tokens=len(token_ids),
+                cache_salt=call.cache_salt,
+                priority=call.priority,
+            ),
+            index=index,
+            num_draft_tokens=call.num_draft_tokens,
+            arrival=arrival,
+            deadline=deadline,
+        )
+        for index in range(call.n)
+    ]

@@ -1,0 +1,112 @@
+"""Checks of single fields: each names the proto path of what is wrong and what would be right. Knows no protos.
+
+Used by `convert.py`, which reads the fields.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Sized
+
+from engine.errors import ContextTooLong, InvalidRequest
+from gateway.request import ChatMessage, ModelLimits
+
+
+def check_number(field: str, value: float, low: float, high: float, *, is_low_excluded: bool = False) -> None:
+    """Refuse NaN, infinities, and what lies outside [low, high], or (low, high].
+
+    Raises:
+        InvalidRequest: it does.
+    """
+    bracket = "(" if is_low_excluded else "["
+    if not math.isfinite(value) or value > high or value < low or (is_low_excluded and value == low):
+        raise InvalidRequest(field, f"must be in {bracket}{low:g}, {high:g}], not {value:g}")
+
+
+def check_token_ids(field: str, token_ids: Collection[int], vocab_size: int) -> None:
+    """Refuse ids the model does not have.
+
+    Raises:
+        InvalidRequest: one is not below `vocab_size`.
+    """
+    if len(token_ids) > 0 and (highest := max(token_ids)) >= vocab_size:
+        raise InvalidRequest(field, f"token ids must be below {vocab_size}, not {highest}")
+
+
+def check_count(field: str, values: Sized, most: int) -> None:
+    """Refuse a list that is too long.
+
+    Raises:
+        InvalidRequest: it has more than `most` entries.
+    """
+    if len(values) > most:
+        raise InvalidRequest(field, f"at most {most} entries, not {len(values)}")
+
+
+def check_texts(field: str, texts: Iterable[str], max_bytes: int) -> None:
+    """Refuse empty texts and very long ones.
+
+    Raises:
+        InvalidRequest: one is empty or longer than `max_bytes` in UTF-8.
+    """
+    for index, text in enumerate(texts):
+        if not text:
+            raise InvalidRequest(f"{field}[{index}]", "must not be empty")
+        check_text_bytes(f"{field}[{index}]", text, max_bytes)
+
+
+def check_text_bytes(field: str, text: str, max_bytes: int) -> None:
+    """Refuse a text that is too long.
+
+    Raises:
+        InvalidRequest: it has more than `max_bytes` bytes in UTF-8.
+    """
+    if len(text) > max_bytes or len(text.encode("utf-8", errors="replace")) > max_bytes:
+        raise InvalidRequest(field, f"at most {max_bytes} bytes")
+
+
+def check_prompt_text(field: str, text: str, limits: ModelLimits) -> None:
+    """Refuse, without tokenizing it, a text that is empty or cannot fit.
+
+    Raises:
+        InvalidRequest: it is empty.
+        ContextTooLong: it has more bytes than any prompt.
+    """
+    if not text:
+        raise InvalidRequest(field, "the prompt is empty")
+    _check_prompt_bytes(field, len(text), limits)
+    _check_prompt_bytes(field, len(text.encode("utf-8", errors="replace")), limits)
+
+
+def check_prompt_messages(field: str, messages: tuple[ChatMessage, ...], limits: ModelLimits) -> None:
+    """Refuse, without rendering it, a conversation that is empty or cannot fit.
+
+    Raises:
+        InvalidRequest: there is no message, or one has no role.
+        ContextTooLong: they have more bytes than any prompt.
+    """
+    if not messages:
+        raise InvalidRequest(field, "must hold at least one message")
+    _check_prompt_bytes(field, sum(len(message.role) + len(message.content) for message in messages), limits)
+    for index, message in enumerate(messages):
+        if not message.role:
+            raise InvalidRequest(f"{field}[{index}].role", "must not be empty")
+
+
+def check_prompt_tokens(field: str, num_tokens: int, limits: ModelLimits) -> None:
+    """Refuse a prompt that is empty or leaves no room for a token.
+
+    Raises:
+        InvalidRequest: it is empty.
+        ContextTooLong: prompt and one token do not fit.
+    """
+    if num_tokens == 0:
+        raise InvalidRequest(field, "the prompt is empty")
+    most = limits.max_sequence_tokens
+    if most is not None and num_tokens + 1 > most:
+        raise ContextTooLong(
+            field, f"the prompt has {num_tokens} tokens; with at least one new token it must fit the context of {most}"
+        )
+
+
+def _check_prompt_bytes(field: str, num_bytes: int, limits: ModelLimits) -> None:
+    if num_bytes > limits.max_text_bytes:
+        raise ContextTooLong(field, f"the prompt has over {limits.max_text_bytes} bytes, which cannot fit the context")

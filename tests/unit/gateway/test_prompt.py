@@ -1,0 +1,104 @@
+"""From a call to completions: fitting the context, defaults, seeds, ids, bad words."""
+
+from typing import Any
+
+import pytest
+
+from engine.errors import ContextTooLong, InvalidRequest
+from engine.model.source import resolve_model
+from engine.text.tokenizer import Tokenizer, load_tokenizer
+from engine.types import RequestId, SamplingParams
+from gateway.prompt import resolve
+from gateway.request import CompletionRequest, GenerateCall, ModelLimits, TextPrompt, TokenPrompt
+from gateway.tokenizer import INLINE_BYTES, TokenizerService
+
+CONTEXT = 50
+LIMITS = ModelLimits(vocab_size=49152, max_token_bytes=81, max_prompt_bytes=100_000, max_sequence_tokens=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(resolve_model("smollm2").path)
+
+
+async def run(tokenizer: Tokenizer, prompt: TextPrompt | TokenPrompt, **changes: Any) -> list[CompletionRequest]:
+    fields: dict[str, Any] = {"max_tokens": None, "seed": None, "sampling_params": SamplingParams(), **changes}
+    call = GenerateCall(model="", prompt=prompt, **fields)
+    service = TokenizerService(tokenizer)
+    try:
+        return await resolve(
+            call,
+            first_request_id=RequestId(100),
+            tokenizer=service,
+            max_sequence_tokens=CONTEXT,
+            limits=LIMITS,
+            arrival=5.0,
+            deadline=9.0,
+        )
+    finally:
+        service.close()
+
+
+def tokens(count: int) -> TokenPrompt:
+    return TokenPrompt(tuple(range(1, count + 1)))
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(1, 49), (40, 10), (49, 1)])
+async def test_default_is_what_is_left_of_the_context(tokenizer: Tokenizer, num_tokens: int, expected: int) -> None:
+    (request,) = await run(tokenizer, tokens(num_tokens))
+    assert request.engine_request.sampling_params.max_tokens == expected
+    assert request.engine_request.num_prompt_tokens == num_tokens
+    assert (request.arrival, request.deadline) == (5.0, 9.0)
+
+
+async def test_prompt_that_leaves_no_room_names_the_prompt(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ContextTooLong) as caught:
+        await run(tokenizer, TextPrompt("word " * 60))
+    assert caught.value.field == "text"
+
+
+async def test_max_tokens_that_do_not_fit_are_named(tokenizer: Tokenizer) -> None:
+    (request,) = await run(tokenizer, tokens(40), max_tokens=10)
+    assert request.engine_request.sampling_params.max_tokens == 10
+    with pytest.raises(ContextTooLong) as caught:
+        await run(tokenizer, tokens(40), max_tokens=11)
+    assert caught.value.field == "sampling_params.max_tokens"
+
+
+async def test_min_tokens_that_do_not_fit_are_named(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await run(tokenizer, tokens(40), sampling_params=SamplingParams(min_tokens=11))
+    assert caught.value.field == "sampling_params.min_tokens"
+
+
+async def test_completions_have_ids_and_seeds_in_a_row(tokenizer: Tokenizer) -> None:
+    requests = await run(tokenizer, tokens(3), n=3, seed=2**64 - 2)
+    assert [request.engine_request.request_id for request in requests] == [100, 101, 102]
+    assert [request.engine_request.sampling_params.seed for request in requests] == [2**64 - 2, 2**64 - 1, 0]
+    assert [request.index for request in requests] == [0, 1, 2]
+
+
+async def test_seed_is_drawn_when_none_is_given(tokenizer: Tokenizer) -> None:
+    seeds = {(await run(tokenizer, tokens(3)))[0].engine_request.sampling_params.seed for _ in range(3)}
+    assert len(seeds) == 3
+    assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+async def test_bad_words_are_banned_with_and_without_a_space_before(tokenizer: Tokenizer) -> None:
+    (request,) = await run(tokenizer, tokens(3), bad_words=("Paris", "Paris"))
+    assert request.engine_request.sampling_params.bad_words == (
+        tuple(tokenizer.encode("Paris", add_special_tokens=False)),
+        tuple(tokenizer.encode(" Paris", add_special_tokens=False)),
+    )
+
+
+async def test_long_texts_are_tokenized_on_a_thread_with_the_same_result(tokenizer: Tokenizer) -> None:
+    service = TokenizerService(tokenizer)
+    try:
+        for size in (INLINE_BYTES, INLINE_BYTES + 1):
+            text = ("a word or two " * 1000)[:size]
+            token_ids = await service.encode_prompt(TextPrompt(text))
+            assert list(token_ids) == tokenizer.encode(text)
+            assert await service.decode(token_ids, skip_special_tokens=True) == text
+    finally:
+        service.close()
