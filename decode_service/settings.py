@@ -8,7 +8,7 @@ from worker.settings import WorkerSettings
 
 
 class DecodeSettings(WorkerSettings):
-    """Settings of a decode worker."""
+    """Reserve KV blocks, take over prefilled sequences and generate."""
 
     section: ClassVar[str] = "decode"
 

@@ -8,7 +8,7 @@ from worker.settings import WorkerSettings
 
 
 class PrefillSettings(WorkerSettings):
-    """Settings of a prefill worker."""
+    """Compute prompts and stream their KV to decode workers."""
 
     section: ClassVar[str] = "prefill"
 

@@ -10,6 +10,7 @@ import structlog
 from engine.engine import Engine, ExportListener
 from engine.errors import EngineError
 from engine.loop import EngineLoop
+from engine.model.source import resolve_model
 from engine.serving.server import ServiceServer
 from engine.serving.telemetry import configure_logging, configure_tracing, shutdown_tracing
 from engine.types import Incarnation, SequenceOutput, WorkerId
@@ -157,7 +158,7 @@ class WorkerProcess:
     async def _model_info(self, context: WorkerContext) -> worker_service_pb2.GetModelInfoResponse:
         config = await context.engine_loop.call(lambda engine: engine.model.config)
         return worker_service_pb2.GetModelInfoResponse(
-            model_name=self._settings.model,
+            model_name=self._settings.served_model_name or resolve_model(self._settings.model).name,
             architecture=config.architecture,
             context_length=config.max_position,
             vocab_size=config.vocab_size,

@@ -14,9 +14,10 @@ TransportChoice = Literal["auto", "shm", "ucx", "grpc"]
 
 
 class WorkerSettings(RoleSettings):
-    """Settings of one worker."""
+    """Run one worker."""
 
     model: str = Field("smollm2", description="smollm2, a .gguf file, a Hugging Face folder or a Hugging Face id")
+    served_model_name: str = Field("", description="name that requests use; the same on every role; default: --model's")
     gateway: str = Field("127.0.0.1:50051", description="gateway to register with, host:port")
     worker_id: str = Field("", description="name in the cluster, unique; default: role, host and a random part")
     advertise_host: str = Field("", description="host name that others reach this worker at; default: --host")

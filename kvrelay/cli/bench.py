@@ -1,0 +1,159 @@
+"""`kvrelay bench ...`: measurements of a local cluster, as a table, JSON and a picture.
+
+Owns the flags; what is measured is in `benchmarks/`, which is imported only when a command runs.
+"""
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+from rich.text import Text
+
+from kvrelay.cli.console import err, fail, out, readable_errors
+
+if TYPE_CHECKING:
+    from benchmarks.common.clusters import ClusterPlan
+    from benchmarks.common.progress import BenchProgress
+    from benchmarks.common.report import BenchReport
+
+app = typer.Typer(
+    help="Measure a local cluster: latency under load, interference, speed by technique, transfer, speculation.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+Model: TypeAlias = Annotated[str, typer.Option("--model", help="smollm2, a folder, a .gguf file or a Hugging Face id.")]
+Transport: TypeAlias = Annotated[str, typer.Option("--transport", help="How KV travels: auto, shm, ucx or grpc.")]
+WorkerArg: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option("--worker-arg", help="A flag for every worker, e.g. --worker-arg=--kv-dtype=bf16; may be repeated."),
+]
+JsonFile: TypeAlias = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write one JSON object; - is standard output.")
+]
+PlotFile: TypeAlias = Annotated[
+    str | None, typer.Option("--plot", metavar="FILE.png", help="Draw the figures; needs the extra kvrelay[bench].")
+]
+Record: TypeAlias = Annotated[bool, typer.Option("--record", help="Append the figures to benchmarks/results.csv.")]
+Rounds: TypeAlias = Annotated[
+    int, typer.Option("--rounds", min=1, help="How often the variants take turns; figures are medians.")
+]
+OutputTokens: TypeAlias = Annotated[int, typer.Option("--output-tokens", min=2, help="Tokens of each answer.")]
+
+
+@app.command()
+def load(
+    target: Annotated[
+        str | None, typer.Option("--target", help="A running gateway, host:port; default: a cluster of its own.")
+    ] = None,
+    model: Model = "smollm2",
+    prefill: Annotated[int, typer.Option("--prefill", min=0, max=64, help="Number of prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option("--decode", min=1, max=64, help="Number of decode workers.")] = 1,
+    transport: Transport = "auto",
+    worker_arg: WorkerArg = None,
+    streams: Annotated[
+        list[int] | None,
+        typer.Option("--streams", min=1, help="Closed loop: requests kept running; may be repeated."),
+    ] = None,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option("--rate", help="Open loop: Poisson arrivals per second; may be repeated."),
+    ] = None,
+    trace: Annotated[
+        str | None, typer.Option("--trace", help="Replay azure-conv, azure-code, mooncake, or a file of that form.")
+    ] = None,
+    trace_speed: Annotated[float, typer.Option("--trace-speed", help="How many times as fast a trace goes.")] = 1.0,
+    trace_scale: Annotated[
+        float, typer.Option("--trace-scale", help="What the lengths in a trace are multiplied with.")
+    ] = 0.1,
+    requests: Annotated[int, typer.Option("--requests", min=1, help="Requests of each scenario.")] = 32,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Tokens of each prompt.")] = 60,
+    output_tokens: OutputTokens = 64,
+    slo_ttft_ms: Annotated[
+        float, typer.Option("--slo-ttft-ms", min=0, help="Goodput: longest time to the first token.")
+    ] = 500.0,
+    slo_tpot_ms: Annotated[
+        float, typer.Option("--slo-tpot-ms", min=0, help="Goodput: longest mean time per further token.")
+    ] = 100.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of prompts and arrivals.")] = 0,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+    record: Record = False,
+) -> None:
+    """Serve many requests: closed loops, Poisson arrivals, or a recorded trace."""
+    from benchmarks.load.run import LoadSettings, run_load
+
+    with readable_errors(target or ""):
+        settings = LoadSettings(
+            cluster=_plan(model, transport, worker_arg, prefill, decode),
+            target=target,
+            streams=tuple(streams or (() if rate or trace else (4,))),
+            rates=tuple(rate or ()),
+            trace=trace,
+            trace_speed=trace_speed,
+            trace_scale=trace_scale,
+            num_requests=requests,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            slo_ttft_ms=slo_ttft_ms,
+            slo_tpot_ms=slo_tpot_ms,
+            seed=seed,
+        )
+        _run("load", lambda progress: run_load(settings, progress), json_file, plot_file, record=record)
+
+
+def _plan(model: str, transport: str, worker_arg: list[str] | None, prefill: int = 1, decode: int = 1) -> "ClusterPlan":
+    from benchmarks.common.clusters import ClusterPlan
+    from engine.model.source import resolve_model
+
+    resolve_model(model)  # a download shows its progress, and a name that leads nowhere starts nothing
+    return ClusterPlan(model, prefill, decode, transport, tuple(worker_arg or ()))
+
+
+def _run(
+    name: str,
+    measure: "Callable[[BenchProgress], Awaitable[BenchReport]]",
+    json_file: str | None,
+    plot_file: str | None,
+    *,
+    record: bool,
+) -> None:
+    """Measure, and put the report where it was asked for."""
+    from benchmarks.common.plot import check_plottable
+    from benchmarks.common.progress import ConsoleProgress
+
+    if plot_file is not None:
+        check_plottable(plot_file)
+    with ConsoleProgress(name, err) as progress:
+        report = asyncio.run(_interruptible(measure(progress)))
+    try:
+        _write(report, json_file, plot_file, record=record)
+    except OSError as error:
+        fail(f"cannot write the report: {error}")
+
+
+async def _interruptible(measurement: "Awaitable[BenchReport]") -> "BenchReport":
+    task = asyncio.current_task()
+    if task is not None:
+        # As Ctrl-C does: clusters are drained, not left to the kernel.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await measurement
+
+
+def _write(report: "BenchReport", json_file: str | None, plot_file: str | None, *, record: bool) -> None:
+    from benchmarks.common.history import append_report
+    from benchmarks.common.plot import write_plot
+    from benchmarks.common.report import write_json
+    from benchmarks.common.table import report_table
+
+    # Standard output belongs to the JSON object when that is where it goes.
+    (err if json_file == "-" else out).print(report_table(report))
+    if json_file is not None:
+        write_json(report, json_file)
+    if plot_file is not None:
+        write_plot(report, plot_file)
+    if record:
+        num_figures = append_report(report)
+        err.print(Text(f"{num_figures} figures appended to benchmarks/results.csv"))

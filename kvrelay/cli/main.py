@@ -1,0 +1,42 @@
+"""`kvrelay`: the app that the console script runs.
+
+Owns the list of commands. Modules of commands import what they need when they run, so that `--help` stays quick.
+"""
+
+import os
+
+# Before gRPC is loaded anywhere: its own messages about lost connections would mix with ours.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+import typer
+
+from kvrelay.cli import bench, chat, check, demo, generate, roles, serve, status
+
+app = typer.Typer(
+    name="kvrelay",
+    help="Serve large language models with separate prefill and decode workers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+_LOCAL = "On this machine"
+_ROLES = "One role"
+_CLIENT = "Talk to a gateway"
+
+app.command("demo", rich_help_panel=_LOCAL)(demo.demo)
+app.command("serve", rich_help_panel=_LOCAL, context_settings=roles.PASS_THROUGH, add_help_option=False)(serve.serve)
+app.command("check", rich_help_panel=_LOCAL, context_settings=roles.PASS_THROUGH, add_help_option=False)(check.check)
+for _role in (roles.gateway, roles.prefill, roles.decode):
+    app.command(rich_help_panel=_ROLES, context_settings=roles.PASS_THROUGH, add_help_option=False)(_role)
+app.command("generate", rich_help_panel=_CLIENT)(generate.generate)
+app.command("chat", rich_help_panel=_CLIENT)(chat.chat)
+app.command("status", rich_help_panel=_CLIENT)(status.status)
+app.command("health", rich_help_panel=_CLIENT)(status.health)
+app.command("version")(status.version)
+app.add_typer(bench.app, name="bench")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,34 @@
+"""`kvrelay gateway | prefill | decode`: one role in this process. Its own settings say which flags there are."""
+
+import importlib
+from typing import Final, Protocol, cast
+
+import typer
+
+PASS_THROUGH: Final = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Context settings of commands whose flags are parsed by `engine.serving.settings.parse_settings`."""
+
+
+class _RoleMain(Protocol):
+    def main(self, argv: list[str]) -> int: ...
+
+
+def gateway(context: typer.Context) -> None:
+    """Run a gateway: the public API in front of the workers."""
+    _run("gateway.__main__", context.args)
+
+
+def prefill(context: typer.Context) -> None:
+    """Run a prefill worker, which computes prompts."""
+    _run("prefill_service.__main__", context.args)
+
+
+def decode(context: typer.Context) -> None:
+    """Run a decode worker, which generates tokens."""
+    _run("decode_service.__main__", context.args)
+
+
+def _run(module: str, argv: list[str]) -> None:
+    # Only the role that runs is loaded: the gateway's process must never see torch.
+    role = cast("_RoleMain", importlib.import_module(module))
+    raise typer.Exit(role.main(list(argv)))
