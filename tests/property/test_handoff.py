@@ -331,9 +331,11 @@ class HandoffMachine(RuleBasedStateMachine):
     @rule(number=PICK, fault=st.sampled_from(CHANNEL_FAULTS), bit=PICK)
     def deliver(self, number: int, fault: Fault | None, bit: int) -> None:
         attempt = self.pick(number)
+        if attempt.to_receiver and not attempt.is_cut:
+            self.pass_on(attempt, fault, bit)
+
+    def pass_on(self, attempt: Attempt, fault: Fault | None, bit: int) -> None:
         queue = attempt.to_receiver
-        if not queue or attempt.is_cut:
-            return
         frame = queue.pop(0)
         if fault is Fault.DROP:
             return
@@ -350,12 +352,33 @@ class HandoffMachine(RuleBasedStateMachine):
     @rule(number=PICK)
     def deliver_everything(self, number: int) -> None:
         """A good moment of the network: everything passes in both directions until nothing moves."""
-        attempt = self.pick(number)
-        while not attempt.is_cut and (attempt.to_receiver or attempt.to_sender):
+        self.settle(self.pick(number), {}, 0)
+
+    def settle(self, attempt: Attempt, faults: dict[int, Fault], bit: int) -> None:
+        for index in range(1000):
+            if attempt.is_cut or not (attempt.to_receiver or attempt.to_sender):
+                break
             if attempt.to_receiver:
-                self.arrive(attempt, attempt.to_receiver.pop(0), is_intact=True)
+                self.pass_on(attempt, faults.get(index), bit)
             if attempt.to_sender:
                 self.answer(attempt, attempt.to_sender.pop(0))
+
+    @precondition(lambda self: self.attempts)
+    @rule(
+        back=st.integers(0, 2),
+        index=st.integers(0, 8),
+        fault=st.sampled_from([None, Fault.BIT_FLIP, Fault.DROP, Fault.DUPLICATE, Fault.REORDER]),
+        bit=PICK,
+    )
+    def run_to_the_end(self, back: int, index: int, fault: Fault | None, bit: int) -> None:
+        """Compute and deliver all that one of the newest attempts still lacks, with one fault on the way."""
+        attempt = self.attempts[-1 - min(back, len(self.attempts) - 1)]
+        for num_tokens in (12, 30):
+            for layer in range(LAYOUT.num_layers):
+                self.perform(attempt, attempt.sender.handle(LayerReady(layer, num_tokens)))
+        if attempt.sender._record is None:
+            self.perform(attempt, attempt.sender.handle(FinishRequested(attempt.attempt_id.to_bytes(4, "little"))))
+        self.settle(attempt, {} if fault is None else {index: fault}, bit)
 
     def arrive(self, attempt: Attempt, frame: Frame, *, is_intact: bool) -> None:
         """Hand a frame to the receiver and compare what it does with the model."""

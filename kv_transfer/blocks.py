@@ -1,0 +1,80 @@
+"""The two ports through which KV bytes leave and enter a worker's cache.
+
+`engine.model.kv_cache` satisfies both by shape. Nothing here knows where the blocks live (host or device memory) or who
+owns them; ownership is stated per method. Next: `exporter.py` reads, `import_table.py` writes.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from engine.cache.layout import KvLayout
+from engine.types import BlockId
+
+
+class BlockSource(Protocol):
+    """Where the exporter reads finished blocks from."""
+
+    @property
+    def layout(self) -> KvLayout:
+        """Layout of the blocks that `read_blocks` returns."""
+        ...
+
+    def read_blocks(self, layer: int, block_ids: Sequence[BlockId], out: memoryview) -> None:
+        """Copy one layer's blocks, in the order of `block_ids`, into `out`.
+
+        Called on the event loop, once per layer of a frame, while the caller of `Export.layer_ready` still holds
+        references on the blocks. Blocks are only read after they were reported as final.
+
+        Args:
+            layer: 0-based layer index.
+            block_ids: Blocks to read; the same block is never named twice.
+            out: Writable bytes of exactly `len(block_ids) * layout.block_bytes`. Not kept after the call.
+        """
+        ...
+
+
+class BlockSink(Protocol):
+    """Where the importer writes verified blocks to.
+
+    Positions are tokens of the sequence. The named blocks belong to a live reservation for the whole call; a sink never
+    writes outside them.
+    """
+
+    @property
+    def layout(self) -> KvLayout:
+        """Layout of the blocks that are written."""
+        ...
+
+    def write_blocks(self, layer: int, block_ids: Sequence[BlockId], payload: memoryview) -> None:
+        """Copy whole blocks that have this sink's own layout.
+
+        Args:
+            layer: 0-based layer index.
+            block_ids: Blocks to fill, in payload order.
+            payload: Exactly `len(block_ids) * layout.block_bytes` bytes; not kept after the call.
+        """
+        ...
+
+    def write_converted(
+        self,
+        layer: int,
+        token_start: int,
+        num_tokens: int,
+        block_ids: Sequence[BlockId],
+        payload: memoryview,
+        source: KvLayout,
+    ) -> None:
+        """Write the tokens `[token_start, token_start + num_tokens)` from blocks of another block size or dtype.
+
+        Slots of other tokens are left as they are, in the last block too.
+
+        Args:
+            layer: 0-based layer index.
+            token_start: Position in the sequence of the payload's first token, a multiple of `source.block_size`.
+            num_tokens: Tokens to write, >= 1; those behind them in the last source block are ignored.
+            block_ids: The sequence's block table, from token 0 on. Entries of blocks without a token to write are
+                placeholders.
+            payload: Whole source blocks that cover the tokens; not kept after the call.
+            source: Layout of the payload, already checked with `layout.check_convertible`.
+        """
+        ...

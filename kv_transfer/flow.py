@@ -1,0 +1,121 @@
+"""Flow control that the transports share: a budget of bytes in flight and a queue of received frames.
+
+Single event loop, no threads. Both wake their waiters when the connection ends, so nobody waits on a dead peer.
+"""
+
+import asyncio
+from collections import deque
+
+from engine.errors import EngineError
+from kv_transfer.frame import Frame
+from kv_transfer.transport import ConnectionClosed
+
+
+class ByteBudget:
+    """Bounds bytes in flight; waiters get room in the order in which they asked.
+
+    A demand larger than the whole budget is let through when nothing else is in flight.
+
+    Invariants: `used` >= 0; the first waiter does not fit.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._error: EngineError | None = None
+
+    def _fits(self, num_bytes: int) -> bool:
+        return self.used + num_bytes <= self.limit or self.used == 0
+
+    async def acquire(self, num_bytes: int) -> None:
+        """Take `num_bytes`, waiting for room.
+
+        Raises:
+            ConnectionClosed: `close` was called before or while waiting.
+        """
+        if self._error is not None:
+            raise self._error
+        if not self._waiters and self._fits(num_bytes):
+            self.used += num_bytes
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiter = (num_bytes, future)
+        self._waiters.append(waiter)
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self.release(num_bytes)  # granted and cancelled in the same loop turn
+            elif waiter in self._waiters:
+                self._waiters.remove(waiter)
+                self._grant()
+            raise
+
+    def release(self, num_bytes: int) -> None:
+        """Give bytes back and let waiters in."""
+        self.used -= num_bytes
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._waiters and self._fits(self._waiters[0][0]):
+            num_bytes, future = self._waiters.popleft()
+            if not future.done():
+                self.used += num_bytes
+                future.set_result(None)
+
+    def close(self, error: EngineError) -> None:
+        """Make every present and later `acquire` raise `error`."""
+        if self._error is None:
+            self._error = error
+        while self._waiters:
+            _, future = self._waiters.popleft()
+            if not future.done():
+                future.set_exception(self._error)
+
+
+class FrameQueue:
+    """Received frames waiting for `recv`; one reader."""
+
+    def __init__(self) -> None:
+        self._frames: deque[Frame] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: EngineError | None = None
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def put(self, frame: Frame) -> None:
+        """Add a frame; after `close` it is released at once."""
+        if self._error is not None:
+            frame.release()
+            return
+        self._frames.append(frame)
+        self._wake()
+
+    async def get(self) -> Frame:
+        """Return the oldest frame; after `close`, first what is left, then its error."""
+        while not self._frames:
+            if self._error is not None:
+                raise self._error
+            if self._waiter is not None:
+                raise ConnectionClosed("two tasks read one connection at the same time")
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._frames.popleft()
+
+    def close(self, error: EngineError, *, drop: bool = False) -> None:
+        """End the queue with `error`; `drop` releases what has not been read."""
+        if self._error is None:
+            self._error = error
+        if drop:
+            while self._frames:
+                self._frames.popleft().release()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

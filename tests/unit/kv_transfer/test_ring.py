@@ -1,0 +1,67 @@
+"""Space in a shared-memory ring: regions never overlap, and everything comes back."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import TransferError
+from kv_transfer.ring import ALIGNMENT, RingAllocator
+
+SIZE = 1024
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 700)), max_size=60))
+def test_live_regions_never_overlap_and_stay_inside(steps: list[tuple[bool, int]]) -> None:
+    ring = RingAllocator(SIZE)
+    live: dict[int, int] = {}
+    for is_allocation, number in steps:
+        if is_allocation:
+            offset = ring.allocate(number)
+            if offset is None:
+                assert live, "an empty ring has room for anything that fits it"
+                continue
+            assert 0 <= offset <= SIZE - number
+            for other, length in live.items():
+                assert offset + number <= other or other + length <= offset
+            live[offset] = max(number, 1)
+        elif live:
+            offset = list(live)[number % len(live)]
+            ring.free(offset)
+            del live[offset]
+        assert ring.num_live == len(live)
+    for offset in live:
+        ring.free(offset)
+    assert ring.is_empty
+    assert ring.allocate(SIZE) == 0
+
+
+def test_room_is_reused_from_the_front_when_the_end_is_too_short() -> None:
+    ring = RingAllocator(10 * ALIGNMENT)
+    first, second, third = (ring.allocate(3 * ALIGNMENT) for _ in range(3))
+    assert (first, second, third) == (0, 3 * ALIGNMENT, 6 * ALIGNMENT)
+    assert ring.allocate(2 * ALIGNMENT) is None
+    ring.free(0)
+    assert ring.allocate(2 * ALIGNMENT) == 0
+    assert ring.allocate(2 * ALIGNMENT) is None
+    assert ring.allocate(1 * ALIGNMENT) == 2 * ALIGNMENT
+    assert ring.allocate(1) is None
+
+
+def test_a_region_freed_out_of_turn_waits_for_the_older_ones() -> None:
+    ring = RingAllocator(4 * ALIGNMENT)
+    for _ in range(4):
+        ring.allocate(ALIGNMENT)
+    ring.free(ALIGNMENT)
+    assert ring.allocate(ALIGNMENT) is None
+    ring.free(0)
+    assert ring.allocate(2 * ALIGNMENT) == 0
+
+
+def test_freeing_what_is_not_there_is_an_error() -> None:
+    ring = RingAllocator(SIZE)
+    ring.allocate(100)
+    ring.allocate(100)
+    ring.free(128)
+    for offset in (128, 1, 4096, -1):
+        with pytest.raises(TransferError):
+            ring.free(offset)
