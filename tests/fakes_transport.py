@@ -223,6 +223,9 @@ class LossyConnection:
     def is_closed(self) -> bool:
         return self._inner.is_closed
 
+    def reserve_now(self, num_bytes: int) -> PayloadBuffer:
+        return PayloadBuffer(memoryview(bytearray(num_bytes)))
+
     async def reserve(self, num_bytes: int) -> PayloadBuffer:
         return PayloadBuffer(memoryview(bytearray(num_bytes)))
 

@@ -1,6 +1,6 @@
 """Real prefill and decode services over tiny models in the test's process, and a driver that plays the gateway.
 
-Everything is as in production (servers, sessions, transports, engines on their threads) but for the gateway and for signals.
+Everything is as in production (servers, sessions, transports, engines on their threads) but the gateway and signals.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ async def run_decode(
     make_engine: Callable[[], Engine], worker_id: str = "d0", **settings: Any
 ) -> AsyncIterator[HarnessWorker]:
     """Run a decode worker; `settings` are fields of `DecodeSettings`."""
-    parsed = DecodeSettings(**settings)
+    parsed = DecodeSettings.model_validate(settings)
 
     def make_tier(context: WorkerContext) -> DecodeServicer:
         return DecodeServicer(context, make_transports(parsed), required_scheme(parsed.transport), parsed)
@@ -79,7 +79,9 @@ async def run_prefill(
 
     def make_tier(context: WorkerContext) -> PrefillServicer:
         scheme = required_scheme(transport)
-        servicer = PrefillServicer(context, make_transports(DecodeSettings()), scheme, commit_timeout_s)
+        servicer = PrefillServicer(
+            context, make_transports(DecodeSettings.model_validate({})), scheme, commit_timeout_s
+        )
         listener.attach(servicer)
         return servicer
 
@@ -204,7 +206,8 @@ class Driver:
         self._events.setdefault(request.request_id, asyncio.Queue())
         message = engine_request_to_proto(request, attempt=attempt, timeout_ms=0, traceparent="")
         await self._write(self._decode, DecodeCommand(reserve=decode_service_pb2.ReserveCommand(request=message)))
-        return await self.next(request, decode_service_pb2.ReservedEvent)
+        reserved: decode_service_pb2.ReservedEvent = await self.next(request, decode_service_pb2.ReservedEvent)
+        return reserved
 
     async def next(self, request: EngineRequest, kind: type) -> Any:
         """Return the request's next event of a kind; an error event is raised, other kinds are skipped."""
@@ -285,7 +288,7 @@ async def settle(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
     """
     try:
         async with asyncio.timeout(timeout_s):
-            while not await condition():
+            while not await condition():  # noqa: ASYNC110 - the state changes on other threads
                 await asyncio.sleep(0.01)
     except TimeoutError:
         raise AssertionError("the condition did not come true in time") from None

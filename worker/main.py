@@ -156,7 +156,8 @@ class WorkerProcess:
         )
 
     async def _model_info(self, context: WorkerContext) -> worker_service_pb2.GetModelInfoResponse:
-        config = await context.engine_loop.call(lambda engine: engine.model.config)
+        model = await context.engine_loop.call(lambda engine: engine.model)
+        config = model.config
         return worker_service_pb2.GetModelInfoResponse(
             model_name=self._settings.served_model_name or resolve_model(self._settings.model).name,
             architecture=config.architecture,
@@ -164,7 +165,7 @@ class WorkerProcess:
             vocab_size=config.vocab_size,
             layout=layout_to_proto(context.layout),
             num_blocks=context.kv_cache.num_blocks,
-            device=str(context.kv_cache.tensor.device),
+            device=str(model.device),
         )
 
     def _register_request(

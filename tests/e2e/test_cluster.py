@@ -10,6 +10,8 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from engine.errors import CapacityError, ContextTooLong, InvalidRequest, ModelNotFound, WorkerUnavailable
 from engine.types import FinishReason
@@ -80,7 +82,7 @@ async def test_fact_is_answered_over_shared_memory(client: AsyncClient) -> None:
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05}])
 async def test_sixteen_streams_at_once_get_the_tokens_they_get_one_by_one(
-    client: AsyncClient, sampling: dict[str, float]
+    client: AsyncClient, sampling: dict[str, Any]
 ) -> None:
     together = await _serve(client, **sampling)
     for index, completion in enumerate(together):
@@ -224,6 +226,7 @@ async def test_killed_client_frees_its_requests(cluster: LocalCluster, client: A
 
 async def test_abort_ends_a_stream_with_its_reason(client: AsyncClient) -> None:
     finish: FinishReason | None = None
+    request_id = 0
     async for event in client.generate("Once upon a time", max_tokens=2000, ignore_eos=True, temperature=0):
         if isinstance(event, Started):
             request_id = event.request_id
@@ -237,19 +240,15 @@ async def test_abort_ends_a_stream_with_its_reason(client: AsyncClient) -> None:
 
 async def test_reflection_and_health_answer(cluster: LocalCluster) -> None:
     async with grpc.aio.insecure_channel(cluster.target) as channel:
-        from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-        stub = health_pb2_grpc.HealthStub(channel)
+        health: Any = health_pb2_grpc.HealthStub(channel)
         for service in ("", "kvrelay.v1.InferenceService"):
-            response = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+            response = await health.Check(health_pb2.HealthCheckRequest(service=service))
             assert response.status == health_pb2.HealthCheckResponse.SERVING
-        from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-
-        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
-        call = reflection.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
-        async for answer in call:
-            names = {service.name for service in answer.list_services_response.service}
-            break
+        make_stub: Any = reflection_pb2_grpc.ServerReflectionStub
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        names: set[str] = set()
+        async for answer in make_stub(channel).ServerReflectionInfo(iter([request])):
+            names |= {service.name for service in answer.list_services_response.service}
     assert "kvrelay.v1.InferenceService" in names
 
 

@@ -4,6 +4,7 @@ import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ def _requests(count: int, seed: int = 0, vocab: int = 250) -> list[EngineRequest
     requests = []
     for index in range(count):
         prompt = [rng.randrange(4, vocab) for _ in range(rng.choice([1, 5, 15, 16, 17, 33, 70, 120]))]
-        params = {"max_tokens": rng.choice([1, 7, 24]), "ignore_eos": True}
+        params: dict[str, Any] = {"max_tokens": rng.choice([1, 7, 24]), "ignore_eos": True}
         if index % 2:
             params |= SAMPLED | {"seed": index}
         requests.append(make_request(index + 1, prompt, **params))
@@ -145,9 +146,9 @@ def test_same_seed_gives_same_tokens_and_another_seed_others(tiny_folder: Folder
 def test_logprobs_do_not_depend_on_the_batch(tiny_folder: FolderOf) -> None:
     requests = [make_request(index, [index + 5] * (index * 7), logprobs=3, max_tokens=5) for index in range(1, 6)]
 
-    def collect(add_all_at_once: bool) -> dict[int, list[object]]:
+    def collect(add_all_at_once: bool) -> dict[int, list[Any]]:
         engine = make_engine(tiny_folder("llama"))
-        logprobs: dict[int, list[object]] = {}
+        logprobs: dict[int, list[Any]] = {}
         groups = [requests] if add_all_at_once else [[request] for request in requests]
         for group in groups:
             for request in group:

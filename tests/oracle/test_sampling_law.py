@@ -1,5 +1,7 @@
 """The sampler's law: joint frequencies of consecutive tokens against exact probabilities, for every sampling field."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -30,14 +32,14 @@ FIELDS = [
 ]
 
 
-def _probabilities(logits, params, tokens):
+def _probabilities(logits: np.ndarray[Any, np.dtype[np.float32]], params: SamplingParams, tokens: Any) -> Any:
     row = process_logits(logits, params, TokenHistory(tokens, 1), frozenset({0}))
     target = candidates(row, params)
     weights = np.exp(target.log_weights.astype(np.float64) - target.log_weights.max())
     return dict(zip(target.token_ids.tolist(), (weights / weights.sum()).tolist(), strict=True))
 
 
-def _draw_pair(table, params, seed):
+def _draw_pair(table: Any, params: SamplingParams, seed: int) -> Any:
     tokens = [1]
     for _ in range(2):
         logits = table[tokens[-1]]
@@ -51,7 +53,7 @@ def _draw_pair(table, params, seed):
 
 
 @pytest.mark.parametrize("params", FIELDS)
-def test_two_consecutive_tokens_follow_the_exact_joint_distribution(params):
+def test_two_consecutive_tokens_follow_the_exact_joint_distribution(params: SamplingParams) -> None:
     vocab, num_draws = 4, 20_000
     table = _rows(vocab, vocab, seed=4) * 0.5
     expected = {}
@@ -65,7 +67,7 @@ def test_two_consecutive_tokens_follow_the_exact_joint_distribution(params):
     assert statistic < CHI_SQUARE_999
 
 
-def test_chi_square_catches_noise_that_is_reused_between_positions():
+def test_chi_square_catches_noise_that_is_reused_between_positions() -> None:
     vocab, num_draws = 4, 4000
     weights = np.zeros(vocab, dtype=np.float32)
     ids = np.arange(vocab)

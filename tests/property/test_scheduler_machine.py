@@ -1,5 +1,7 @@
 """Scheduler and block pool under random traffic: nothing leaks, nothing is lost, tokens are those of an idle engine."""
 
+from typing import Any
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -31,7 +33,7 @@ def complete(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def verified(chunk) -> tuple[int, ...]:
+def verified(chunk: Any) -> tuple[int, ...]:
     """The accepted drafts and one more."""
     tokens = list(chunk.sequence.token_ids)
     new = []
@@ -47,7 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Random arrivals, reservations, commits, removals and steps against `complete`."""
 
     @initialize(num_blocks=st.integers(4, 24), budget=st.integers(1, 40), max_num_seqs=st.integers(1, 6))
-    def start(self, num_blocks, budget, max_num_seqs):
+    def start(self, num_blocks: int, budget: int, max_num_seqs: int) -> None:
         self.pool = BlockPool(num_blocks, BLOCK)
         config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_waiting=5)
         self.scheduler = Scheduler(config, self.pool, max_position=150, eos_token_ids=frozenset({EOS}))
@@ -56,7 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.reserved: dict[int, Sequence] = {}
         self.next_id = 1
 
-    def _sequence(self, prompt, max_tokens, salt, *, is_handoff=False):
+    def _sequence(self, prompt: Any, max_tokens: int, salt: str, *, is_handoff: bool = False) -> Any:
         request_id = RequestId(self.next_id)
         self.next_id += 1
         params = SamplingParams(max_tokens=max_tokens)
@@ -68,7 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
 
     @rule(prompt=prompts, max_tokens=st.integers(1, 30), salt=st.sampled_from(["", "x"]))
-    def add(self, prompt, max_tokens, salt):
+    def add(self, prompt: Any, max_tokens: int, salt: str) -> None:
         sequence = self._sequence(prompt, max_tokens, salt)
         try:
             self.scheduler.add(sequence)
@@ -78,7 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.received[sequence.request_id] = []
 
     @rule(prompt=prompts, max_tokens=st.integers(1, 30))
-    def reserve(self, prompt, max_tokens):
+    def reserve(self, prompt: Any, max_tokens: int) -> None:
         sequence = self._sequence(prompt, max_tokens, "")
         try:
             granted = self.scheduler.reserve(sequence)
@@ -91,25 +93,25 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data())
-    def commit(self, data):
+    def commit(self, data: Any) -> None:
         sequence = self.reserved.pop(data.draw(st.sampled_from(sorted(self.reserved))))
         self._take([self.scheduler.activate(sequence, next_token(sequence.token_ids), now_ns=0)])
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data())
-    def prefill_locally(self, data):
+    def prefill_locally(self, data: Any) -> None:
         self.scheduler.queue_reserved(self.reserved.pop(data.draw(st.sampled_from(sorted(self.reserved)))))
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
-    def remove(self, data):
+    def remove(self, data: Any) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.expected)))
         assert self.scheduler.remove(RequestId(request_id)) is not None
         del self.expected[request_id]
         self.reserved.pop(request_id, None)
 
     @rule(count=st.integers(1, 5), num_right=st.integers(0, 6), num_wrong=st.integers(0, 3))
-    def step(self, count, num_right=0, num_wrong=0):
+    def step(self, count: int, num_right: int = 0, num_wrong: int = 0) -> None:
         for _ in range(count):
             drafts = {
                 sequence.request_id: (*complete(tuple(sequence.token_ids), num_right), *[EOS] * num_wrong)
@@ -126,7 +128,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ]
             self._take(self.scheduler.apply(plan, StepResult(tuple(result)), now_ns=0))
 
-    def _take(self, outputs):
+    def _take(self, outputs: Any) -> None:
         for output in outputs:
             received = self.received[output.request_id]
             assert output.token_index == len(received)
@@ -136,11 +138,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert received == self.expected.pop(output.request_id)
 
     @invariant()
-    def books_balance(self):
+    def books_balance(self) -> None:
         if hasattr(self, "scheduler"):
             self.scheduler.check_invariants()
 
-    def teardown(self):
+    def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
         for request_id in list(self.reserved):

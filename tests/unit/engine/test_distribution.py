@@ -1,6 +1,7 @@
 """The processed target distribution against a slow, literal restatement of every field."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ def _logits(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(0, 3, VOCAB).astype(np.float32)
 
 
-def _expected(logits, params, tokens, num_prompt):
+def _expected(
+    logits: np.ndarray[Any, np.dtype[np.float32]], params: SamplingParams, tokens: Any, num_prompt: Any
+) -> Any:
     """Dictionary of token -> logit after every field, computed with plain loops."""
     output = tokens[num_prompt:]
     row = {}
@@ -86,7 +89,7 @@ CASES = [
 
 @pytest.mark.parametrize("params", CASES)
 @pytest.mark.parametrize("seed", range(5))
-def test_every_field_does_what_it_says(params, seed):
+def test_every_field_does_what_it_says(params: SamplingParams, seed: int) -> None:
     tokens, num_prompt = [1, 5, 7, 6, 5, 6], 3
     logits = _logits(seed)
     row = process_logits(logits, params, TokenHistory(tokens, num_prompt), STOP_IDS)
@@ -97,13 +100,13 @@ def test_every_field_does_what_it_says(params, seed):
         assert weight == pytest.approx(expected[int(token)], abs=1e-4)
 
 
-def test_equal_logits_are_cut_by_token_id():
+def test_equal_logits_are_cut_by_token_id() -> None:
     logits = np.zeros(VOCAB, dtype=np.float32)
     for params in (SamplingParams(top_k=3), SamplingParams(top_p=3 / VOCAB - 1e-6)):
         assert sorted(candidates(logits, params).token_ids.tolist()) == [0, 1, 2]
 
 
-def test_wide_nucleus_over_a_large_vocabulary_equals_a_full_sort():
+def test_wide_nucleus_over_a_large_vocabulary_equals_a_full_sort() -> None:
     logits = np.random.default_rng(1).normal(0, 0.5, 20_000).astype(np.float32)
     ids = candidates(logits, SamplingParams(top_p=0.9)).token_ids
     order = np.argsort(-logits, kind="stable")
@@ -112,7 +115,7 @@ def test_wide_nucleus_over_a_large_vocabulary_equals_a_full_sort():
     assert set(ids.tolist()) == set(order[:count].tolist())
 
 
-def test_input_row_is_left_alone():
+def test_input_row_is_left_alone() -> None:
     logits = _logits(0)
     before = logits.copy()
     process_logits(logits, CASES[-1], TokenHistory([1, 5, 7, 6], 2), STOP_IDS)

@@ -1,5 +1,7 @@
 """The noise: published Philox vectors, the Gumbel law, and that its key is all it depends on."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -18,19 +20,19 @@ KNOWN_ANSWERS = [
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
-def test_philox_gives_the_published_answers(counter, key, expected):
-    words = tuple(np.array([word], dtype=np.uint32) for word in counter)
-    assert tuple(int(word[0]) for word in philox4x32(words, key)) == expected
+def test_philox_gives_the_published_answers(counter: Any, key: Any, expected: Any) -> None:
+    a, b, c, d = (np.array([word], dtype=np.uint32) for word in counter)
+    assert tuple(int(word[0]) for word in philox4x32((a, b, c, d), key)) == expected
 
 
-def test_noise_of_a_token_does_not_depend_on_the_tokens_beside_it():
+def test_noise_of_a_token_does_not_depend_on_the_tokens_beside_it() -> None:
     together = gumbel_noise(7, 11, np.arange(1000))
     alone = np.array([gumbel_noise(7, 11, np.array([token]))[0] for token in (0, 1, 17, 999)])
     assert np.array_equal(together[[0, 1, 17, 999]], alone)
 
 
 @pytest.mark.parametrize("other", [{"seed": 8}, {"seed": 7 + 2**32}, {"position": 12}])
-def test_noise_changes_with_each_part_of_its_key(other):
+def test_noise_changes_with_each_part_of_its_key(other: Any) -> None:
     key = {"seed": 7, "position": 11} | other
     base = gumbel_noise(7, 11, np.arange(1000))
     changed = gumbel_noise(key["seed"], key["position"], np.arange(1000))
@@ -38,7 +40,7 @@ def test_noise_changes_with_each_part_of_its_key(other):
     assert not np.any(base == changed)
 
 
-def test_noise_is_standard_gumbel():
+def test_noise_is_standard_gumbel() -> None:
     noise = gumbel_noise(3, 5, np.arange(200_000))
     euler_gamma = 0.5772156649
     assert noise.mean() == pytest.approx(euler_gamma, abs=0.01)

@@ -1,5 +1,7 @@
 """The scheduler: budgets, chunking, admission, preemption, verdicts. Tokens come from a function of the position."""
 
+from typing import Any
+
 import pytest
 
 from engine.cache.block_pool import BlockPool
@@ -8,18 +10,26 @@ from engine.errors import CapacityError, ContextTooLong
 from engine.scheduler.plan import SampledTokens, StepResult
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceStatus
-from engine.types import EngineRequest, FinishReason, RequestId, SamplingParams
+from engine.types import EngineRequest, FinishReason, RequestId, SamplingParams, SequenceOutput
 
 BLOCK = 8
 EOS = 2
 
 
-def _scheduler(num_blocks=32, max_position=512, **config) -> Scheduler:
+def _scheduler(num_blocks: int = 32, max_position: Any = 512, **config: Any) -> Scheduler:
     pool = BlockPool(num_blocks, BLOCK)
     return Scheduler(SchedulerConfig(**config), pool, max_position=max_position, eos_token_ids=frozenset({EOS}))
 
 
-def _sequence(request_id: int, num_tokens: int, *, priority=0, base=None, is_handoff=False, **params) -> Sequence:
+def _sequence(
+    request_id: int,
+    num_tokens: int,
+    *,
+    priority: int = 0,
+    base: int | None = None,
+    is_handoff: bool = False,
+    **params: Any,
+) -> Sequence:
     base = 1000 * request_id if base is None else base
     tokens = tuple(range(base + 10, base + 10 + num_tokens))
     request = EngineRequest(
@@ -28,7 +38,13 @@ def _sequence(request_id: int, num_tokens: int, *, priority=0, base=None, is_han
     return Sequence(request, is_handoff=is_handoff)
 
 
-def _step(scheduler: Scheduler, token=lambda sequence: 50 + sequence.num_tokens):
+def _get(scheduler: Scheduler, request_id: int) -> Sequence:
+    sequence = scheduler.get(RequestId(request_id))
+    assert sequence is not None
+    return sequence
+
+
+def _step(scheduler: Scheduler, token: Any = lambda sequence: 50 + sequence.num_tokens) -> Any:
     plan = scheduler.plan(now_ns=1)
     result = StepResult(
         tuple(SampledTokens(c.sequence.request_id, (token(c.sequence),)) for c in plan.chunks if c.samples)
@@ -38,17 +54,18 @@ def _step(scheduler: Scheduler, token=lambda sequence: 50 + sequence.num_tokens)
     return plan, outputs
 
 
-def _run(scheduler: Scheduler, **kwargs):
+def _run(scheduler: Scheduler, **kwargs: Any) -> Any:
     outputs = []
     while scheduler.has_work:
         outputs += _step(scheduler, **kwargs)[1]
     return outputs
 
 
-def test_prompt_is_chunked_to_the_budget_and_sampled_once():
+def test_prompt_is_chunked_to_the_budget_and_sampled_once() -> None:
     scheduler = _scheduler(max_num_batched_tokens=20)
     scheduler.add(_sequence(1, 50))
     sizes = []
+    outputs: list[SequenceOutput] = []
     for _ in range(3):
         plan, outputs = _step(scheduler)
         sizes.append([(c.start, c.end, c.samples) for c in plan.chunks])
@@ -56,7 +73,7 @@ def test_prompt_is_chunked_to_the_budget_and_sampled_once():
     assert [o.token_index for o in outputs] == [0]
 
 
-def test_decodes_come_before_prefill_chunks_and_share_the_budget():
+def test_decodes_come_before_prefill_chunks_and_share_the_budget() -> None:
     scheduler = _scheduler(max_num_batched_tokens=16)
     scheduler.add(_sequence(1, 4))
     _step(scheduler)
@@ -65,7 +82,7 @@ def test_decodes_come_before_prefill_chunks_and_share_the_budget():
     assert [(c.sequence.request_id, c.num_tokens) for c in plan.chunks] == [(1, 1), (2, 15)]
 
 
-def test_running_decodes_advance_in_every_step_of_a_long_prefill():
+def test_running_decodes_advance_in_every_step_of_a_long_prefill() -> None:
     scheduler = _scheduler(num_blocks=64, max_num_batched_tokens=16)
     scheduler.add(_sequence(1, 4, max_tokens=100))
     _step(scheduler)
@@ -75,7 +92,7 @@ def test_running_decodes_advance_in_every_step_of_a_long_prefill():
         assert [o.request_id for o in outputs] == [1]
 
 
-def test_max_tokens_ends_with_length_and_frees_everything():
+def test_max_tokens_ends_with_length_and_frees_everything() -> None:
     scheduler = _scheduler()
     scheduler.add(_sequence(1, 5, max_tokens=3))
     outputs = _run(scheduler)
@@ -94,7 +111,7 @@ def test_max_tokens_ends_with_length_and_frees_everything():
         ({"max_tokens": 1}, 1, FinishReason.STOP, EOS),
     ],
 )
-def test_stop_tokens(params, num_outputs, reason, matched):
+def test_stop_tokens(params: dict[str, Any], num_outputs: Any, reason: Any, matched: Any) -> None:
     scheduler = _scheduler()
     scheduler.add(_sequence(1, 5, **params))
     outputs = _run(scheduler, token=lambda sequence: EOS)
@@ -102,7 +119,7 @@ def test_stop_tokens(params, num_outputs, reason, matched):
     assert (outputs[-1].finish_reason, outputs[-1].matched_stop_token_id) == (reason, matched)
 
 
-def test_what_can_never_fit_is_refused_at_once():
+def test_what_can_never_fit_is_refused_at_once() -> None:
     scheduler = _scheduler(num_blocks=4, max_position=64)
     with pytest.raises(ContextTooLong, match="KV cache holds 32"):
         scheduler.add(_sequence(1, 30, max_tokens=3))
@@ -111,13 +128,13 @@ def test_what_can_never_fit_is_refused_at_once():
     assert not scheduler.has_work
 
 
-def test_handoff_needs_room_for_its_prompt_only():
+def test_handoff_needs_room_for_its_prompt_only() -> None:
     scheduler = _scheduler(num_blocks=4)
     scheduler.add(_sequence(1, 30, max_tokens=100, is_handoff=True))
     assert scheduler.num_waiting == 1
 
 
-def test_too_many_waiting_requests_are_shed():
+def test_too_many_waiting_requests_are_shed() -> None:
     scheduler = _scheduler(max_waiting=2)
     scheduler.add(_sequence(1, 4))
     scheduler.add(_sequence(2, 4))
@@ -125,14 +142,14 @@ def test_too_many_waiting_requests_are_shed():
         scheduler.add(_sequence(3, 4))
 
 
-def test_waiting_line_is_ordered_by_priority_then_arrival():
+def test_waiting_line_is_ordered_by_priority_then_arrival() -> None:
     scheduler = _scheduler(max_num_seqs=1)
     for request_id, priority in ((1, 5), (2, 0), (3, 5), (4, -1)):
         scheduler.add(_sequence(request_id, 4, priority=priority, max_tokens=1))
     assert [o.request_id for o in _run(scheduler)] == [4, 2, 1, 3]
 
 
-def test_second_request_reuses_the_first_ones_blocks():
+def test_second_request_reuses_the_first_ones_blocks() -> None:
     scheduler = _scheduler()
     scheduler.add(_sequence(1, 40, base=0, max_tokens=1))
     _run(scheduler)
@@ -143,18 +160,18 @@ def test_second_request_reuses_the_first_ones_blocks():
     assert (scheduler.num_cache_hit_tokens, scheduler.num_cache_query_tokens) == (32, 80)
 
 
-def test_blocks_are_published_as_soon_as_they_are_complete():
+def test_blocks_are_published_as_soon_as_they_are_complete() -> None:
     scheduler = _scheduler(max_num_batched_tokens=20)
     scheduler.add(_sequence(1, 40, base=0))
     _step(scheduler)
     assert scheduler._pool.num_cached_blocks == 2
 
 
-def test_least_computed_sequence_is_preempted_and_recomputes_all_it_had():
+def test_least_computed_sequence_is_preempted_and_recomputes_all_it_had() -> None:
     scheduler = _scheduler(num_blocks=6)
     scheduler.add(_sequence(1, 20, max_tokens=20))
     scheduler.add(_sequence(2, 14, max_tokens=20))
-    tokens = {1: [], 2: []}
+    tokens: dict[int, list[int]] = {1: [], 2: []}
     while scheduler.has_work:
         for output in _step(scheduler)[1]:
             tokens[output.request_id] += output.token_ids
@@ -163,18 +180,18 @@ def test_least_computed_sequence_is_preempted_and_recomputes_all_it_had():
     assert tokens[2] == list(range(64, 84))
 
 
-def test_urgent_sequence_is_preempted_last():
+def test_urgent_sequence_is_preempted_last() -> None:
     scheduler = _scheduler(num_blocks=4)
     scheduler.add(_sequence(1, 15, priority=5, max_tokens=16))
     scheduler.add(_sequence(2, 14, priority=-5, max_tokens=16))
     _step(scheduler)
     while scheduler.num_preemptions == 0:
         _step(scheduler)
-    assert scheduler.get(RequestId(1)).status is SequenceStatus.WAITING
-    assert scheduler.get(RequestId(2)).status is SequenceStatus.RUNNING
+    assert _get(scheduler, 1).status is SequenceStatus.WAITING
+    assert _get(scheduler, 2).status is SequenceStatus.RUNNING
 
 
-def test_reservation_holds_blocks_for_prompt_and_first_step():
+def test_reservation_holds_blocks_for_prompt_and_first_step() -> None:
     scheduler = _scheduler()
     sequence = _sequence(1, 16)
     assert scheduler.reserve(sequence)
@@ -183,7 +200,7 @@ def test_reservation_holds_blocks_for_prompt_and_first_step():
     scheduler.check_invariants()
 
 
-def test_reservation_without_room_is_not_now():
+def test_reservation_without_room_is_not_now() -> None:
     scheduler = _scheduler(num_blocks=4)
     assert scheduler.reserve(_sequence(1, 16))
     assert not scheduler.reserve(_sequence(2, 16))
@@ -191,14 +208,14 @@ def test_reservation_without_room_is_not_now():
     assert scheduler.reserve(_sequence(2, 16))
 
 
-def test_reservations_count_towards_the_sequence_limit():
+def test_reservations_count_towards_the_sequence_limit() -> None:
     scheduler = _scheduler(max_num_seqs=2)
     assert scheduler.reserve(_sequence(1, 4))
     assert scheduler.reserve(_sequence(2, 4))
     assert not scheduler.reserve(_sequence(3, 4))
 
 
-def test_committed_sequence_goes_on_as_if_it_had_been_prefilled_here():
+def test_committed_sequence_goes_on_as_if_it_had_been_prefilled_here() -> None:
     local, remote = _scheduler(), _scheduler()
     local.add(_sequence(1, 20))
     expected = _run(local)
@@ -210,7 +227,7 @@ def test_committed_sequence_goes_on_as_if_it_had_been_prefilled_here():
     assert remote._pool.num_free_blocks == 32
 
 
-def test_committed_sequence_that_ended_on_its_first_token_frees_its_blocks():
+def test_committed_sequence_that_ended_on_its_first_token_frees_its_blocks() -> None:
     scheduler = _scheduler()
     sequence = _sequence(1, 20, max_tokens=1)
     scheduler.reserve(sequence)
@@ -218,7 +235,7 @@ def test_committed_sequence_that_ended_on_its_first_token_frees_its_blocks():
     assert scheduler._pool.num_free_blocks == 32
 
 
-def test_reserved_sequence_can_be_prefilled_here_in_its_own_blocks():
+def test_reserved_sequence_can_be_prefilled_here_in_its_own_blocks() -> None:
     scheduler = _scheduler()
     sequence = _sequence(1, 20)
     scheduler.reserve(sequence)
@@ -229,7 +246,7 @@ def test_reserved_sequence_can_be_prefilled_here_in_its_own_blocks():
     assert sequence.block_table == blocks
 
 
-def test_handoff_keeps_its_blocks_after_its_token_until_removed():
+def test_handoff_keeps_its_blocks_after_its_token_until_removed() -> None:
     scheduler = _scheduler()
     scheduler.add(_sequence(1, 20, is_handoff=True))
     outputs = _run(scheduler)
@@ -241,7 +258,7 @@ def test_handoff_keeps_its_blocks_after_its_token_until_removed():
 
 
 @pytest.mark.parametrize("phase", ["waiting", "prefilling", "decoding", "reserved", "held"])
-def test_removal_at_any_phase_frees_everything(phase):
+def test_removal_at_any_phase_frees_everything(phase: Any) -> None:
     scheduler = _scheduler(max_num_batched_tokens=8)
     sequence = _sequence(1, 20, is_handoff=phase == "held")
     if phase == "reserved":
@@ -257,7 +274,7 @@ def test_removal_at_any_phase_frees_everything(phase):
     scheduler.check_invariants()
 
 
-def test_resumed_request_counts_on_from_what_was_generated_before():
+def test_resumed_request_counts_on_from_what_was_generated_before() -> None:
     scheduler = _scheduler()
     tokens = tuple(range(10, 30))
     request = EngineRequest(RequestId(1), tokens, SamplingParams(max_tokens=8), num_prompt_tokens=15)
@@ -267,7 +284,7 @@ def test_resumed_request_counts_on_from_what_was_generated_before():
     assert outputs[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_timing_comes_with_the_first_token_only():
+def test_timing_comes_with_the_first_token_only() -> None:
     scheduler = _scheduler()
     scheduler.add(_sequence(1, 20, max_tokens=2))
     outputs = _run(scheduler)

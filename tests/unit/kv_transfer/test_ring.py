@@ -10,9 +10,9 @@ from kv_transfer.ring import ALIGNMENT, RingAllocator
 SIZE = 1024
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 700)), max_size=60))
-def test_live_regions_never_overlap_and_stay_inside(steps: list[tuple[bool, int]]) -> None:
-    ring = RingAllocator(SIZE)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 700)), max_size=60), st.sampled_from([None, 0, 256, SIZE]))
+def test_live_regions_never_overlap_and_stay_inside(steps: list[tuple[bool, int]], warm_bytes: int | None) -> None:
+    ring = RingAllocator(SIZE, warm_bytes)
     live: dict[int, int] = {}
     for is_allocation, number in steps:
         if is_allocation:
@@ -45,6 +45,22 @@ def test_room_is_reused_from_the_front_when_the_end_is_too_short() -> None:
     assert ring.allocate(2 * ALIGNMENT) is None
     assert ring.allocate(1 * ALIGNMENT) == 2 * ALIGNMENT
     assert ring.allocate(1) is None
+
+
+def test_a_receiver_that_keeps_up_sees_only_the_front_of_the_ring() -> None:
+    ring = RingAllocator(100 * ALIGNMENT, 4 * ALIGNMENT)
+    offsets = []
+    live: list[int] = []
+    for _ in range(20):
+        offset = ring.allocate(ALIGNMENT)
+        assert offset is not None
+        offsets.append(offset)
+        live.append(offset)
+        if len(live) > 2:
+            ring.free(live.pop(0))
+    assert max(offsets) < 4 * ALIGNMENT
+    far = [ring.allocate(ALIGNMENT) for _ in range(3)]  # one that does not has the rest, too
+    assert None not in far
 
 
 def test_a_region_freed_out_of_turn_waits_for_the_older_ones() -> None:

@@ -18,27 +18,27 @@ def _pacer(costs: dict[int, float], acceptance: float | None = None) -> DraftPac
     return pacer
 
 
-def test_free_rows_are_used_up_to_the_limit():
+def test_free_rows_are_used_up_to_the_limit() -> None:
     pacer = _pacer({1: 1.0, 9: 1.0}, acceptance=0.9)
     assert pacer.choose(ONE, [20]) == [8]
 
 
-def test_rows_that_cost_more_than_they_bring_are_not_drafted():
+def test_rows_that_cost_more_than_they_bring_are_not_drafted() -> None:
     pacer = _pacer({rows: float(rows) for rows in range(1, 10)}, acceptance=0.9)
     assert pacer.choose(ONE, [8]) == [0]
 
 
-def test_worse_acceptance_gives_shorter_drafts():
+def test_worse_acceptance_gives_shorter_drafts() -> None:
     costs = {1: 1.0, 2: 1.05, 4: 1.3, 8: 1.7, 9: 1.8}
     lengths = [_pacer(costs, acceptance).choose(ONE, [8])[0] for acceptance in (0.95, 0.6, 0.0)]
     assert lengths[0] > lengths[1] > lengths[2] == 0
 
 
-def test_nothing_proposed_means_nothing_drafted():
+def test_nothing_proposed_means_nothing_drafted() -> None:
     assert _pacer({1: 1.0}).choose([RequestId(1), RequestId(2)], [0, 3])[0] == 0
 
 
-def test_rows_go_to_the_sequence_whose_guesses_are_better():
+def test_rows_go_to_the_sequence_whose_guesses_are_better() -> None:
     pacer = DraftPacer(8)
     for rows in range(1, 17):
         pacer.cost.observe(rows, 1.0 + 0.25 * (rows - 1))
@@ -50,19 +50,19 @@ def test_rows_go_to_the_sequence_whose_guesses_are_better():
     assert lengths[1] == 0
 
 
-def test_sequence_that_stopped_drafting_tries_again_now_and_then():
+def test_sequence_that_stopped_drafting_tries_again_now_and_then() -> None:
     pacer = _pacer({1: 1.0, 2: 1.5, 9: 5.0}, acceptance=0.0)
     lengths = [pacer.choose(ONE, [8])[0] for _ in range(2 * EXPLORE_EVERY)]
     assert sum(lengths) == 2
 
 
-def test_forgotten_sequence_starts_from_the_prior():
+def test_forgotten_sequence_starts_from_the_prior() -> None:
     pacer = _pacer({1: 1.0, 9: 1.0}, acceptance=0.0)
     pacer.forget(RequestId(1))
     assert pacer.choose(ONE, [8]) == [8]
 
 
-def test_cost_is_interpolated_and_never_falls_with_more_rows():
+def test_cost_is_interpolated_and_never_falls_with_more_rows() -> None:
     cost = StepCost()
     cost.observe(1, 1.0)
     cost.observe(4, 0.9)

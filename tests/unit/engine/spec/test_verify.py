@@ -1,5 +1,7 @@
 """The verifier on hand-made rows, and mutants of it that the equality with plain sampling must catch."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -16,7 +18,7 @@ def _table(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(0, 1.5, (VOCAB, VOCAB)).astype(np.float32)
 
 
-def _plain(table, params, prompt, count):
+def _plain(table: Any, params: SamplingParams, prompt: Any, count: int) -> Any:
     tokens = list(prompt)
     for _ in range(count):
         request = SampleRequest(params, TokenHistory(tokens, len(prompt)), frozenset({0}))
@@ -24,7 +26,7 @@ def _plain(table, params, prompt, count):
     return tokens[len(prompt) :]
 
 
-def _verify(table, params, prompt, drafts, function=verify):
+def _verify(table: Any, params: SamplingParams, prompt: Any, drafts: Any, function: Any = verify) -> Any:
     rows = table[[prompt[-1], *drafts]]
     request = SampleRequest(params, TokenHistory(list(prompt), len(prompt)), frozenset({0}))
     return function(rows, [VerifyItem(0, tuple(drafts), request)])[0]
@@ -48,7 +50,7 @@ def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize("params", PARAMS)
-def test_tokens_are_those_of_plain_sampling_however_good_the_guess(params):
+def test_tokens_are_those_of_plain_sampling_however_good_the_guess(params: SamplingParams) -> None:
     for seed in range(60):
         table, seeded = _table(seed), _with_seed(params, seed)
         truth = _plain(table, seeded, [1, 5], 6)
@@ -59,11 +61,12 @@ def test_tokens_are_those_of_plain_sampling_however_good_the_guess(params):
         assert list(_verify(table, seeded, [1, 5], truth[:5])) == truth
 
 
-def test_sequences_of_one_step_do_not_mix():
+def test_sequences_of_one_step_do_not_mix() -> None:
     table, params = _table(3), SamplingParams(temperature=1.0, seed=9)
     prompts = [[1, 5], [2, 7], [3, 3]]
     drafts = [_plain(table, params, prompt, 4)[:count] for prompt, count in zip(prompts, (3, 0, 2), strict=True)]
-    rows, items = [], []
+    rows: list[Any] = []
+    items: list[VerifyItem] = []
     for prompt, draft in zip(prompts, drafts, strict=True):
         request = SampleRequest(params, TokenHistory(prompt, 2), frozenset())
         items.append(VerifyItem(len(rows), tuple(draft), request))
@@ -74,11 +77,11 @@ def test_sequences_of_one_step_do_not_mix():
     ]
 
 
-def _accept_always(logits, items):
+def _accept_always(logits: np.ndarray[Any, np.dtype[np.float32]], items: Any) -> Any:
     return [(*item.draft_token_ids, verify(logits, [item])[0][-1]) for item in items]
 
 
-def _forget_accepted_drafts_in_penalties(logits, items):
+def _forget_accepted_drafts_in_penalties(logits: np.ndarray[Any, np.dtype[np.float32]], items: Any) -> Any:
     tokens = []
     for item in items:
         for offset in range(len(item.draft_token_ids) + 1):
@@ -88,7 +91,7 @@ def _forget_accepted_drafts_in_penalties(logits, items):
     return [tuple(tokens)]
 
 
-def _bonus_from_the_draft(logits, items):
+def _bonus_from_the_draft(logits: np.ndarray[Any, np.dtype[np.float32]], items: Any) -> Any:
     result = verify(logits, items)
     return [
         (*tokens[:-1], item.draft_token_ids[-1]) if len(tokens) > len(item.draft_token_ids) > 0 else tokens
@@ -99,7 +102,7 @@ def _bonus_from_the_draft(logits, items):
 @pytest.mark.parametrize(
     "mutant", [_accept_always, _forget_accepted_drafts_in_penalties, _bonus_from_the_draft], ids=lambda f: f.__name__
 )
-def test_mutants_of_the_verifier_are_caught(mutant):
+def test_mutants_of_the_verifier_are_caught(mutant: Any) -> None:
     params = SamplingParams(temperature=0.8, repetition_penalty=1.4, frequency_penalty=0.6)
     differences = 0
     for seed in range(60):
