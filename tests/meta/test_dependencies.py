@@ -69,7 +69,8 @@ def test_every_library_that_is_imported_is_asked_for_by_name() -> None:
     }
     shipped = set().union(*(names for extra, names in asked.items() if extra != "dev"))
     # Several distributions share the namespace `google`; protobuf and googleapis-common-protos are asked for.
-    known = {*sys.stdlib_module_names, *PACKAGES, "tests", "google"}
+    # `_typeshed` exists for type checkers only, which bring it.
+    known = {*sys.stdlib_module_names, *PACKAGES, "tests", "google", "_typeshed"}
     unasked = {}
     for path in own_python():
         may_use = shipped if relative(path).parts[0] in PACKAGES else shipped | asked["dev"]
