@@ -11,7 +11,7 @@ import grpc.aio
 import structlog
 
 from engine.clock import Clock
-from engine.errors import InvalidRequest, RequestCancelled
+from engine.errors import DeadlineExceeded, InvalidRequest, RequestCancelled
 from gateway.convert import (
     chunk_to_proto,
     completion_to_proto,
@@ -33,6 +33,9 @@ _log = structlog.get_logger(__name__)
 SERVICE_NAME = "kvrelay.v1.InferenceService"
 MAX_DETOKENIZE_TOKENS = 1 << 20
 """Longest list that Detokenize takes."""
+
+_DEADLINE_GRACE_S = 1.0
+"""How long gRPC gets to end a call whose deadline has passed, before the gateway does."""
 
 GenerateContext: TypeAlias = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 
@@ -64,7 +67,14 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         deadline = None if time_left is None else self._clock.now() + time_left
         limits = self._generation.limits()
         call = to_call(request, limits)
-        await self._generation.run(call, limits, _GrpcSink(context, self._write_timeout_s), deadline=deadline)
+        sink = _GrpcSink(context, self._write_timeout_s)
+        try:
+            await self._generation.run(call, limits, sink, deadline=deadline)
+        except DeadlineExceeded:
+            # gRPC ends the call at its deadline itself. A status of ours that meets that end half-way is an error deep
+            # in the library, which then keeps the connection for ever (grpc issue 31570).
+            await asyncio.sleep(_DEADLINE_GRACE_S)
+            raise
 
     async def Tokenize(
         self,

@@ -14,6 +14,7 @@ from engine.clock import Clock
 from engine.errors import EngineError, PeerUnavailable, RequestCancelled, TransferError
 from engine.types import BlockId
 from kv_transfer.blocks import BlockSource
+from kv_transfer.flow import LoopYield
 from kv_transfer.frame import Frame, FrameKind, PayloadBuffer, seal
 from kv_transfer.handle import KvHandle, TransferStats
 from kv_transfer.handoff_sender import (
@@ -81,6 +82,7 @@ class Export:
         self._block_ids: Sequence[BlockId] = ()
         self._instructions: deque[SenderInstruction] = deque()
         self._wake = asyncio.Event()
+        self._loop_yield = LoopYield()
         self._link: PeerLink | None = None
         self._waiting: asyncio.Future[PeerLink] | asyncio.Future[PayloadBuffer] | None = None
         self._verdict: EngineError | None = None
@@ -253,6 +255,7 @@ class Export:
                         assert_never(instruction)
             await self._wake.wait()
             self._wake.clear()
+            self._loop_yield.resumed()
 
     async def _send(self, kind: FrameKind, payload: bytes) -> None:
         handle = self.handle
@@ -273,7 +276,10 @@ class Export:
         layer_bytes = blocks.num_blocks * self._source.layout.block_bytes
         num_bytes = layer_bytes * blocks.num_layers
         started_at = self._clock.now()
-        buffer = await self._unless_failed(link.connection.reserve(num_bytes))
+        buffer = link.connection.reserve_now(num_bytes)
+        if buffer is None:
+            buffer = await self._unless_failed(link.connection.reserve(num_bytes))
+            self._loop_yield.resumed()
         if buffer is None:
             return
         try:
@@ -300,7 +306,7 @@ class Export:
             buffer.release()
         self._cost.observe(num_bytes, self._clock.now() - started_at)
         self._post(KvSent(blocks, num_bytes, frame.header.digest))
-        await asyncio.sleep(0)  # copies are bounded by a frame; let the loop run between two of them
+        await self._loop_yield.pause()
 
     def _on_reply(self, frame: Frame) -> None:
         match frame.header.kind:

@@ -4,11 +4,35 @@ Single event loop, no threads. Both wake their waiters when the connection ends,
 """
 
 import asyncio
+import time
 from collections import deque
 
 from engine.errors import EngineError
 from kv_transfer.frame import Frame
 from kv_transfer.transport import ConnectionClosed
+
+
+MAX_LOOP_HOLD_S = 0.5e-3
+"""How long copying may go on before other tasks of the loop get their turn; one frame more may be under way."""
+
+
+class LoopYield:
+    """Gives the event loop back now and then while a task has work without a pause."""
+
+    __slots__ = ("_since",)
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+
+    async def pause(self) -> None:
+        """Let other tasks run if this one has held the loop for `MAX_LOOP_HOLD_S` since its last pause."""
+        if time.monotonic() - self._since >= MAX_LOOP_HOLD_S:
+            await asyncio.sleep(0)
+            self._since = time.monotonic()
+
+    def resumed(self) -> None:
+        """Note that the task has just waited for something, so that others had their turn."""
+        self._since = time.monotonic()
 
 
 class ByteBudget:
@@ -28,16 +52,22 @@ class ByteBudget:
     def _fits(self, num_bytes: int) -> bool:
         return self.used + num_bytes <= self.limit or self.used == 0
 
+    def acquire_now(self, num_bytes: int) -> bool:
+        """Take `num_bytes` if there is room and nobody waits; returns whether it did. Raises like `acquire`."""
+        if self._error is not None:
+            raise self._error
+        if self._waiters or not self._fits(num_bytes):
+            return False
+        self.used += num_bytes
+        return True
+
     async def acquire(self, num_bytes: int) -> None:
         """Take `num_bytes`, waiting for room.
 
         Raises:
             ConnectionClosed: `close` was called before or while waiting.
         """
-        if self._error is not None:
-            raise self._error
-        if not self._waiters and self._fits(num_bytes):
-            self.used += num_bytes
+        if self.acquire_now(num_bytes):
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiter = (num_bytes, future)

@@ -87,6 +87,10 @@ class GrpcConnection:
 
     async def reserve(self, num_bytes: int) -> PayloadBuffer:
         """See `Connection.reserve`. The memory is not the stream's: gRPC takes copies of everything."""
+        return self.reserve_now(num_bytes)
+
+    def reserve_now(self, num_bytes: int) -> PayloadBuffer:
+        """See `Connection.reserve_now`."""
         if self._end is not None:
             raise self._end
         return PayloadBuffer(memoryview(bytearray(num_bytes)))

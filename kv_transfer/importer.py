@@ -16,6 +16,7 @@ from engine.clock import Clock, SystemClock
 from engine.errors import EngineError, PeerUnavailable
 from engine.types import BlockId, Incarnation, LeaseId, WorkerId
 from kv_transfer.blocks import BlockSink
+from kv_transfer.flow import LoopYield
 from kv_transfer.frame import Frame, FrameError, FrameKind, seal, verify
 from kv_transfer.handle import KvHandle
 from kv_transfer.handoff_receiver import DEFAULT_WINDOW_BYTES
@@ -179,6 +180,7 @@ class Importer:
         replies = asyncio.get_running_loop().create_task(writer.send_replies())
         _log.info("kv_transfer.connected", peer=hello.worker_id, transport=connection.scheme)
         reason: EngineError = PeerUnavailable("the import was shut down")
+        loop_yield = LoopYield()
         try:
             while True:
                 frame = await connection.recv()
@@ -186,8 +188,8 @@ class Importer:
                     self._table.handle_frame(writer, frame)
                 finally:
                     frame.release()
-                # Frames may be waiting without a pause: let the loop serve tokens between any two of them.
-                await asyncio.sleep(0)
+                # Frames may be waiting without a pause: the loop must get to serve tokens in between.
+                await loop_yield.pause()
         except ConnectionClosed as error:
             reason = PeerUnavailable(f"the connection to prefill worker {hello.worker_id} was lost: {error}")
         except EngineError as error:

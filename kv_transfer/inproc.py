@@ -42,6 +42,13 @@ class InprocConnection:
     async def reserve(self, num_bytes: int) -> PayloadBuffer:
         """See `Connection.reserve`."""
         await self._budget.acquire(num_bytes + HEADER_BYTES)
+        return self._buffer(num_bytes)
+
+    def reserve_now(self, num_bytes: int) -> PayloadBuffer | None:
+        """See `Connection.reserve_now`."""
+        return self._buffer(num_bytes) if self._budget.acquire_now(num_bytes + HEADER_BYTES) else None
+
+    def _buffer(self, num_bytes: int) -> PayloadBuffer:
         view = memoryview(bytearray(num_bytes))
         return PayloadBuffer(view, self, on_release=lambda: self._budget.release(num_bytes + HEADER_BYTES))
 

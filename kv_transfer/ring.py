@@ -17,8 +17,16 @@ class RingAllocator:
     Invariants: live regions never overlap and lie inside the ring; with none live the next one starts at offset 0.
     """
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, warm_bytes: int | None = None) -> None:
+        """Make an empty ring.
+
+        Args:
+            num_bytes: Its size.
+            warm_bytes: The part at the front that is used again as soon as it is free, so that a receiver that keeps
+                up lets payloads stay in the processor's cache; None = the whole ring.
+        """
         self.num_bytes = num_bytes
+        self._warm_bytes = num_bytes if warm_bytes is None else warm_bytes
         self._regions: deque[int] = deque()
         """Offsets in allocation order."""
         self._ends: dict[int, int] = {}
@@ -44,11 +52,11 @@ class RingAllocator:
         offset = self._next
         oldest = self._regions[0] if self._regions else None
         if oldest is None or offset > oldest:
-            if offset + size > self.num_bytes:
-                # The rest at the end is too short: go on at the front, up to the oldest region.
-                if oldest is None or size > oldest:
-                    return None
+            has_room_in_front = oldest is not None and size <= oldest
+            if has_room_in_front and offset + size > self._warm_bytes:
                 offset = 0
+            elif offset + size > self.num_bytes:
+                return None
         elif offset + size > oldest:
             return None
         self._regions.append(offset)

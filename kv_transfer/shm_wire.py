@@ -29,7 +29,10 @@ from kv_transfer.transport import ConnectionClosed
 
 DEFAULT_RING_BYTES = 64 << 20
 MAX_RING_BYTES = 4 << 30
-PREFERRED_PAYLOAD_BYTES = 2 << 20
+WARM_RING_BYTES = 8 << 20
+"""Part of the ring that is used while the receiver keeps up."""
+PREFERRED_PAYLOAD_BYTES = 1 << 20
+"""Small enough that a payload is still in the second-level cache when it is digested after being copied."""
 INLINE_BYTES = 4096
 """Payloads up to this size travel in the socket: cheaper than a ring region and its release."""
 MAX_QUEUED_FRAMES = 4096
@@ -205,10 +208,12 @@ class ShmConnection:
         self._peer = peer
         self._own_view = memoryview(own)
         self._peer_view = memoryview(peer)
-        self._ring = RingAllocator(len(own))
+        self._ring = RingAllocator(len(own), WARM_RING_BYTES)
         self._sent: set[int] = set()
         """Regions the peer reads."""
         self._waiters: deque[tuple[int, asyncio.Future[int]]] = deque()
+        self._released: list[int] = []
+        """Payloads done with, for the next `RELEASE`s."""
         self._received = FrameQueue()
         self._end: ConnectionClosed | None = None
         self._is_paused = False
@@ -221,6 +226,13 @@ class ShmConnection:
 
     async def reserve(self, num_bytes: int) -> PayloadBuffer:
         """See `Connection.reserve`."""
+        buffer = self.reserve_now(num_bytes)
+        if buffer is None:
+            buffer = self._buffer(num_bytes, await self._wait_for_room(num_bytes))
+        return buffer
+
+    def reserve_now(self, num_bytes: int) -> PayloadBuffer | None:
+        """See `Connection.reserve_now`."""
         if self._end is not None:
             raise self._end
         if num_bytes <= INLINE_BYTES:
@@ -228,11 +240,10 @@ class ShmConnection:
         if num_bytes > len(self._own):
             raise FrameError(f"a payload of {num_bytes} bytes does not fit the ring of {len(self._own)}")
         offset = None if self._waiters else self._ring.allocate(num_bytes)
-        if offset is None:
-            offset = await self._wait_for_room(num_bytes)
-        location = offset
-        view = self._own_view[location : location + num_bytes]
-        return PayloadBuffer(view, self, location, lambda: self._free(location))
+        return None if offset is None else self._buffer(num_bytes, offset)
+
+    def _buffer(self, num_bytes: int, offset: int) -> PayloadBuffer:
+        return PayloadBuffer(self._own_view[offset : offset + num_bytes], self, offset, lambda: self._free(offset))
 
     async def _wait_for_room(self, num_bytes: int) -> int:
         waiter: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -367,6 +378,13 @@ class ShmConnection:
                     transport.pause_reading()
 
     def _send_release(self, offset: int) -> None:
+        # One write for all payloads released in a turn of the loop: each write may wake the peer.
+        if not self._released:
+            asyncio.get_running_loop().call_soon(self._flush_releases)
+        self._released.append(offset)
+
+    def _flush_releases(self) -> None:
+        released, self._released = self._released, []
         transport = self.protocol.transport
         if self._end is None and transport is not None and not transport.is_closing():
-            transport.write(_ENVELOPE.pack(Operation.RELEASE, 0, offset))
+            transport.write(b"".join(_ENVELOPE.pack(Operation.RELEASE, 0, offset) for offset in released))

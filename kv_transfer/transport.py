@@ -40,6 +40,10 @@ class Connection(Protocol):
         """Whether `send` would raise."""
         ...
 
+    def reserve_now(self, num_bytes: int) -> PayloadBuffer | None:
+        """Like `reserve`, but without waiting: None = no room now, or somebody waits already."""
+        ...
+
     async def reserve(self, num_bytes: int) -> PayloadBuffer:
         """Lend writable memory for one payload, waiting in order until there is room.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.cache.layout import KvLayout
 from engine.errors import InvalidRequest, LayoutMismatch
-from engine.model.kv_convert import cache_dtype, decode_blocks
+from engine.model.kv_convert import read_tokens, split_blocks
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -27,28 +27,41 @@ class KvCache:
 
     layout: KvLayout
     num_blocks: int
-    tensor: Tensor
-    """[num_layers, num_blocks, 2 (K, V), num_kv_heads, block_size, head_dim] in the layout's dtype."""
+    bytes: Tensor
+    """[num_layers, num_blocks, block_bytes] uint8: every block with its scales. The other tensors are views of it."""
+    elements: Tensor
+    """[num_layers, num_blocks, 2 (K, V), num_kv_heads, block_size, head_dim] in the layout's element type."""
+    scales: Tensor | None
+    """[num_layers, num_blocks, 2, num_kv_heads, block_size] fp32 of an int8 cache, else None."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
         """Allocate a cache of zeros.
 
         Raises:
-            InvalidRequest: The dtype has no cache yet (`kv_dtype`), or there is no memory for it (`num_blocks`).
+            InvalidRequest: There is no memory for it; names `num_blocks`.
         """
         self.layout = layout
         self.num_blocks = num_blocks
-        shape = (layout.num_layers, num_blocks, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-        dtype = cache_dtype(layout.dtype)
+        shape = (layout.num_layers, num_blocks, layout.block_bytes)
         try:
-            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+            self.bytes = torch.zeros(shape, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             size_gib = layout.num_layers * num_blocks * layout.block_bytes / 2**30
             raise InvalidRequest("num_blocks", f"{size_gib:.1f} GiB of KV cache cannot be allocated") from error
-        byte_rows = self.tensor.view(torch.uint8).view(layout.num_layers, num_blocks, layout.block_bytes)
-        self._byte_rows = byte_rows  # [num_layers, num_blocks, block_bytes] uint8, sharing the cache's memory
+        self.elements, self.scales = split_blocks(self.bytes, layout)
         # On the CPU numpy copies between the cache and a buffer directly, without the GIL.
-        self._host_rows: _Bytes | None = byte_rows.numpy() if device.type == "cpu" else None
+        self._host_rows: _Bytes | None = self.bytes.numpy() if device.type == "cpu" else None
+
+    @property
+    def tensor(self) -> Tensor:
+        """`elements` where they are the values themselves; what kernels without scales read and write.
+
+        Raises:
+            InvalidRequest: The cache is int8, whose elements mean nothing without their scales; names `kv_dtype`.
+        """
+        if self.scales is not None:
+            raise InvalidRequest("kv_dtype", "int8 is not supported by this model's kernels, only fp32, bf16 and fp16")
+        return self.elements
 
     def read_blocks(self, layer: int, block_ids: Sequence[int], out: memoryview) -> None:
         """Gather whole blocks of a layer, back to back, into `out`. Consecutive ids are one copy.
@@ -63,7 +76,7 @@ class KvCache:
             if self._host_rows is not None:
                 target[start : start + count] = self._host_rows[layer, first_block : first_block + count]
             else:
-                target[start : start + count] = self._byte_rows[layer, first_block : first_block + count].cpu().numpy()
+                target[start : start + count] = self.bytes[layer, first_block : first_block + count].cpu().numpy()
 
     def write_blocks(self, layer: int, block_ids: Sequence[int], payload: memoryview) -> None:
         """Write whole blocks of a layer that come in this cache's own layout. Consecutive ids are one copy.
@@ -79,7 +92,7 @@ class KvCache:
                 self._host_rows[layer, first_block : first_block + count] = source[start : start + count]
             else:
                 staged = torch.from_numpy(source[start : start + count].copy())
-                self._byte_rows[layer, first_block : first_block + count].copy_(staged)
+                self.bytes[layer, first_block : first_block + count].copy_(staged)
 
     def write_converted(
         self,
@@ -90,39 +103,41 @@ class KvCache:
         payload: memoryview,
         source: KvLayout,
     ) -> None:
-        """Write tokens of a layer that come in another block size or element type.
+        """Write tokens of a layer that come in another block size or dtype. Other tokens' slots stay as they are.
 
-            payload   | source block 0 | source block 1 | ... |     only its first `num_tokens` tokens are used
-            tokens    token_start ...... token_start + num_tokens
+            payload     | source block | source block | ...       from the block that holds token_start on
+            tokens            token_start ...... token_start + num_tokens
+            block_ids   | target block | target block | ...       from block token_start // block_size on
 
         Args:
             layer: Layer index.
-            token_start: Position in the sequence of the payload's first token, a multiple of `source.block_size`.
-            num_tokens: Tokens to write; those behind them in the last source block are ignored.
-            block_ids: The sequence's whole block table in this cache.
-            payload: Whole source blocks `[n, 2, num_kv_heads, source.block_size, head_dim]`; int8 ones with scales.
+            token_start: Position in the sequence of the first token to write.
+            num_tokens: Tokens to write; others in the first and last source block are ignored.
+            block_ids: This cache's blocks that hold the tokens.
+            payload: The source blocks that hold the tokens, whole: `[n, 2, num_kv_heads, source.block_size, head_dim]`;
+                int8 ones with scales.
             source: Layout of the payload.
 
         Raises:
-            LayoutMismatch: The layouts cannot be converted, or payload, token range and block table do not fit.
+            LayoutMismatch: The layouts cannot be converted, or payload, token range and blocks do not fit.
             IndexError: A layer or block id is outside the cache.
         """
         self.layout.check_convertible(source)
         self._check(layer, block_ids)
-        if token_start < 0 or token_start % source.block_size:
-            raise LayoutMismatch(f"token {token_start} does not begin a block of {source.block_size} tokens")
-        if num_tokens < 0 or token_start + num_tokens > len(block_ids) * self.layout.block_size:
-            raise LayoutMismatch(f"{len(block_ids)} blocks have no room for {num_tokens} tokens from {token_start} on")
-        if len(payload.cast("B")) != source.num_blocks(num_tokens) * source.block_bytes:
-            raise LayoutMismatch(f"{payload.nbytes} bytes are not the blocks of {num_tokens} tokens")
-        blocks = decode_blocks(payload, source)
-        # [n, 2, heads, source block, dim] -> one row per token: [tokens, 2, heads, dim]
-        tokens = blocks.permute(0, 3, 1, 2, 4).flatten(0, 1)[:num_tokens]
-        positions = torch.arange(token_start, token_start + num_tokens)
+        if token_start < 0 or num_tokens < 1:
+            raise LayoutMismatch(f"{num_tokens} tokens from {token_start} on")
+        block_size = self.layout.block_size
+        first_slot = token_start % block_size
+        if len(block_ids) != self.layout.num_blocks(first_slot + num_tokens):
+            raise LayoutMismatch(f"{len(block_ids)} blocks are not those of {num_tokens} tokens from {token_start} on")
+        tokens = read_tokens(payload, source, token_start % source.block_size, num_tokens).as_dtype(self.layout.dtype)
+        slots = torch.arange(first_slot, first_slot + num_tokens)
         table = torch.tensor(list(block_ids), dtype=torch.int64)
-        slots = table[positions // self.layout.block_size], positions % self.layout.block_size
-        block_index, offset = (index.to(self.tensor.device) for index in slots)
-        self.tensor[layer][block_index, :, :, offset] = tokens.to(self.tensor.device, self.tensor.dtype)
+        device = self.bytes.device
+        blocks, offsets = table[slots // block_size].to(device), (slots % block_size).to(device)
+        self.elements[layer][blocks, :, :, offsets] = tokens.elements.to(device)
+        if self.scales is not None and tokens.scales is not None:
+            self.scales[layer][blocks, :, :, offsets] = tokens.scales.to(device)
 
     def _buffer_rows(self, buffer: memoryview, num_blocks: int) -> _Bytes:
         flat = np.frombuffer(buffer, np.uint8)

@@ -3,20 +3,15 @@
 Owns the flags; what is measured is in `benchmarks/`, which is imported only when a command runs.
 """
 
-import asyncio
-import signal
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
-from rich.text import Text
 
-from kvrelay.cli.console import err, fail, out, readable_errors
+from kvrelay.cli.console import err, out, readable_errors
 
 if TYPE_CHECKING:
     from benchmarks.common.clusters import ClusterPlan
-    from benchmarks.common.progress import BenchProgress
-    from benchmarks.common.report import BenchReport
+    from benchmarks.common.deliver import Measurement
 
 app = typer.Typer(
     help="Measure a local cluster: latency under load, interference, speed by technique, transfer, speculation.",
@@ -40,6 +35,7 @@ Record: TypeAlias = Annotated[bool, typer.Option("--record", help="Append the fi
 Rounds: TypeAlias = Annotated[
     int, typer.Option("--rounds", min=1, help="How often the variants take turns; figures are medians.")
 ]
+Seed: TypeAlias = Annotated[int, typer.Option("--seed", help="Of prompts and arrivals.")]
 OutputTokens: TypeAlias = Annotated[int, typer.Option("--output-tokens", min=2, help="Tokens of each answer.")]
 
 
@@ -77,7 +73,7 @@ def load(
     slo_tpot_ms: Annotated[
         float, typer.Option("--slo-tpot-ms", min=0, help="Goodput: longest mean time per further token.")
     ] = 100.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of prompts and arrivals.")] = 0,
+    seed: Seed = 0,
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
     record: Record = False,
@@ -101,7 +97,44 @@ def load(
             slo_tpot_ms=slo_tpot_ms,
             seed=seed,
         )
-        _run("load", lambda progress: run_load(settings, progress), json_file, plot_file, record=record)
+        _run("load", lambda progress: run_load(settings, progress), json_file, plot_file, record)
+
+
+@app.command()
+def interference(
+    model: Model = "smollm2",
+    transport: Transport = "auto",
+    worker_arg: WorkerArg = None,
+    streams: Annotated[int, typer.Option("--streams", min=1, help="Streams that run throughout.")] = 4,
+    prompt_tokens: Annotated[
+        int, typer.Option("--prompt-tokens", min=1, help="Tokens of each arriving prompt.")
+    ] = 1200,
+    long_output_tokens: Annotated[
+        int, typer.Option("--long-output-tokens", min=1, help="Tokens generated for each arriving prompt.")
+    ] = 8,
+    interval: Annotated[float, typer.Option("--interval", help="Seconds from one arriving prompt to the next.")] = 1.0,
+    window: Annotated[float, typer.Option("--window", help="Seconds of each quiet and each disturbed window.")] = 10.0,
+    rounds: Rounds = 3,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+    record: Record = False,
+) -> None:
+    """Show what running streams feel of long prompts that arrive: in two tiers, and in one process for contrast."""
+    from benchmarks.interference.run import InterferenceSettings, run_interference
+
+    with readable_errors():
+        settings = InterferenceSettings(
+            cluster=_plan(model, transport, worker_arg),
+            num_streams=streams,
+            long_prompt_tokens=prompt_tokens,
+            long_output_tokens=long_output_tokens,
+            interval_s=interval,
+            window_s=window,
+            rounds=rounds,
+            seed=seed,
+        )
+        _run("interference", lambda progress: run_interference(settings, progress), json_file, plot_file, record)
 
 
 def _plan(model: str, transport: str, worker_arg: list[str] | None, prefill: int = 1, decode: int = 1) -> "ClusterPlan":
@@ -112,48 +145,7 @@ def _plan(model: str, transport: str, worker_arg: list[str] | None, prefill: int
     return ClusterPlan(model, prefill, decode, transport, tuple(worker_arg or ()))
 
 
-def _run(
-    name: str,
-    measure: "Callable[[BenchProgress], Awaitable[BenchReport]]",
-    json_file: str | None,
-    plot_file: str | None,
-    *,
-    record: bool,
-) -> None:
-    """Measure, and put the report where it was asked for."""
-    from benchmarks.common.plot import check_plottable
-    from benchmarks.common.progress import ConsoleProgress
+def _run(name: str, measure: "Measurement", json_file: str | None, plot_file: str | None, record: bool) -> None:
+    from benchmarks.common.deliver import Outputs, run_and_deliver
 
-    if plot_file is not None:
-        check_plottable(plot_file)
-    with ConsoleProgress(name, err) as progress:
-        report = asyncio.run(_interruptible(measure(progress)))
-    try:
-        _write(report, json_file, plot_file, record=record)
-    except OSError as error:
-        fail(f"cannot write the report: {error}")
-
-
-async def _interruptible(measurement: "Awaitable[BenchReport]") -> "BenchReport":
-    task = asyncio.current_task()
-    if task is not None:
-        # As Ctrl-C does: clusters are drained, not left to the kernel.
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await measurement
-
-
-def _write(report: "BenchReport", json_file: str | None, plot_file: str | None, *, record: bool) -> None:
-    from benchmarks.common.history import append_report
-    from benchmarks.common.plot import write_plot
-    from benchmarks.common.report import write_json
-    from benchmarks.common.table import report_table
-
-    # Standard output belongs to the JSON object when that is where it goes.
-    (err if json_file == "-" else out).print(report_table(report))
-    if json_file is not None:
-        write_json(report, json_file)
-    if plot_file is not None:
-        write_plot(report, plot_file)
-    if record:
-        num_figures = append_report(report)
-        err.print(Text(f"{num_figures} figures appended to benchmarks/results.csv"))
+    run_and_deliver(name, measure, Outputs(json_file, plot_file, record), out, err)

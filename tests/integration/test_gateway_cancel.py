@@ -42,7 +42,8 @@ async def stop_at(cluster: Harness, phase: str) -> None:
 
 
 async def reach(cluster: Harness, phase: str, answer: Answer) -> None:
-    """Wait until the request is in the phase."""
+    """Wait until the request is in the phase, and the client knows that it began."""
+    await until(lambda: answer.started is not None)
     decode, prefill = cluster.decodes[0], cluster.prefills[0]
     if phase == "reserve":
         await until(lambda: len(decode.commands) == 1)

@@ -59,8 +59,12 @@ def test_a_receiver_that_keeps_up_sees_only_the_front_of_the_ring() -> None:
         if len(live) > 2:
             ring.free(live.pop(0))
     assert max(offsets) < 4 * ALIGNMENT
-    far = [ring.allocate(ALIGNMENT) for _ in range(3)]  # one that does not has the rest, too
-    assert None not in far
+
+
+def test_a_receiver_that_lags_gets_the_rest_of_the_ring() -> None:
+    ring = RingAllocator(100 * ALIGNMENT, 4 * ALIGNMENT)
+    assert None not in [ring.allocate(ALIGNMENT) for _ in range(100)]
+    assert ring.allocate(1) is None
 
 
 def test_a_region_freed_out_of_turn_waits_for_the_older_ones() -> None:
