@@ -11,7 +11,6 @@ from engine.errors import EngineError
 from kv_transfer.frame import Frame
 from kv_transfer.transport import ConnectionClosed
 
-
 MAX_LOOP_HOLD_S = 0.5e-3
 """How long copying may go on before other tasks of the loop get their turn; one frame more may be under way."""
 
