@@ -32,7 +32,13 @@ def build_engine(
     device = _device(settings.device)
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    model = load_model(settings.model, device=device, progress=progress)
+    model = load_model(
+        settings.model,
+        device=device,
+        progress=progress,
+        compute=settings.compute,
+        num_threads=settings.threads or None,
+    )
     layout = kv_layout(model, settings)
     num_blocks = settings.num_blocks
     if num_blocks is None:

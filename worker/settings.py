@@ -24,6 +24,11 @@ class WorkerSettings(RoleSettings):
     transport: TransportChoice = Field("auto", description="how KV moves; auto takes the best that both sides share")
     run_dir: str = Field("", description="private directory for Unix sockets; default: none, abstract sockets are used")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    compute: Literal["auto", "native", "torch"] = Field(
+        "auto",
+        description="CPU kernels: native is int8 arithmetic on quantized weights, torch is fp32; auto takes native for"
+        " checkpoints that are quantized",
+    )
     threads: int = Field(0, ge=0, le=1024, description="CPU threads of the model; 0 = one per core")
     kv_memory_mib: int = Field(512, ge=1, description="memory for KV blocks in MiB, unless --num-blocks is given")
     num_blocks: int | None = Field(None, ge=1, description="number of KV blocks; default: what --kv-memory-mib holds")

@@ -137,6 +137,42 @@ def interference(
         _run("interference", lambda progress: run_interference(settings, progress), json_file, plot_file, record)
 
 
+@app.command()
+def transfer(
+    model: Model = "smollm2",
+    worker_arg: WorkerArg = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=16, help="Tokens whose KV is moved each time.")] = 1000,
+    kv_dtype: Annotated[str, typer.Option("--kv-dtype", help="Element type of the SmolLM2-shaped KV.")] = "fp32",
+    serving: Annotated[
+        bool, typer.Option("--serving/--no-serving", help="Also measure whole requests and real prefill.")
+    ] = True,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Measurements of each variant in a round.")] = 3,
+    rounds: Rounds = 3,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+    record: Record = False,
+) -> None:
+    """Show how fast KV travels on each transport, beside a memory copy and a bare socket."""
+    from benchmarks.transfer.run import TransferSettings, run_transfer
+    from engine.config import KvDtype
+    from engine.errors import InvalidRequest
+
+    with readable_errors():
+        if kv_dtype not in tuple(KvDtype):
+            raise InvalidRequest("kv_dtype", f"must be one of {', '.join(KvDtype)}")
+        settings = TransferSettings(
+            cluster=_plan(model, "auto", worker_arg),
+            num_tokens=tokens,
+            kv_dtype=KvDtype(kv_dtype),
+            repeats=repeats,
+            rounds=rounds,
+            is_serving=serving,
+            seed=seed,
+        )
+        _run("transfer", lambda progress: run_transfer(settings, progress), json_file, plot_file, record)
+
+
 def _plan(model: str, transport: str, worker_arg: list[str] | None, prefill: int = 1, decode: int = 1) -> "ClusterPlan":
     from benchmarks.common.clusters import ClusterPlan
     from engine.model.source import resolve_model

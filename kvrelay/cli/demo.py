@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvrelay.cluster import ClusterConfig, ClusterEvent, LocalCluster
     from kvrelay.requests import SamplingOptions
 
-FIRST_PROMPT = "What is the capital of France?"
+FIRST_PROMPT = "What is the capital of France? Answer in one sentence."
 CONCURRENT_PROMPTS = (
     "Name three primary colors.",
     "Write one sentence about the sea.",

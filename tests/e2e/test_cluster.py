@@ -22,7 +22,7 @@ from kvrelay.results import Chunk, Completion, Started
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 PROMPTS = [
-    "What is the capital of France?",
+    "What is the capital of France? Answer in one sentence.",
     "Name three primary colors.",
     "Write one sentence about the sea.",
     "What is 2 + 2?",
