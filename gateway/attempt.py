@@ -101,8 +101,7 @@ class Attempt:
         session = self._router.place(request, avoid=self._recovery.failed_decode)
         session.attach(self._id, self._mailbox, len(request.token_ids))
         self._decode, self.decode_worker = session, session.info.worker_id
-        deadline, num_draft_tokens = self._request.deadline, self._request.num_draft_tokens
-        session.send(Reserve(request, self._recovery.attempt, deadline, traceparent(), num_draft_tokens))
+        session.send(Reserve(request, self._recovery.attempt, self._request.deadline, traceparent()))
 
     def handle(self, source: WorkerId | None, event: Event) -> None:
         """Take one event of a worker."""

@@ -77,7 +77,6 @@ def to_call(message: inference_pb2.GenerateRequest, limits: ModelLimits) -> Gene
         bad_words=tuple(params.bad_words),
         priority=params.priority,
         cache_salt=params.cache_salt,
-        num_draft_tokens=params.num_draft_tokens if params.HasField("num_draft_tokens") else None,
         client_request_id=message.client_request_id,
     )
 
@@ -161,6 +160,7 @@ def _to_sampling_params(params: sampling_pb2.SamplingParams, limits: ModelLimits
         allowed_token_ids=allowed_token_ids or None,
         logprobs=logprobs,
         skip_special_tokens=params.skip_special_tokens if params.HasField("skip_special_tokens") else True,
+        num_draft_tokens=params.num_draft_tokens if params.HasField("num_draft_tokens") else None,
     )
 
 

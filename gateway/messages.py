@@ -20,7 +20,6 @@ class Reserve:
     deadline: float | None
     """Clock seconds; travels as what is left of it."""
     traceparent: str = ""
-    num_draft_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,6 @@ async def resolve(
                 priority=call.priority,
             ),
             index=index,
-            num_draft_tokens=call.num_draft_tokens,
             arrival=arrival,
             deadline=deadline,
         )

@@ -24,7 +24,7 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
     def __init__(self, registry: WorkerRegistry) -> None:
         self._registry = registry
 
-    async def Register(  # noqa: N802 - the wire contract's name
+    async def Register(
         self,
         request: registry_pb2.RegisterRequest,
         context: grpc.aio.ServicerContext[registry_pb2.RegisterRequest, registry_pb2.RegisterResponse],
@@ -34,7 +34,7 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
         interval_ms = round(self._registry.keep_alive_interval_s * 1000)
         return registry_pb2.RegisterResponse(keep_alive_interval_ms=interval_ms)
 
-    async def KeepAlive(  # noqa: N802 - the wire contract's name
+    async def KeepAlive(
         self,
         request: registry_pb2.KeepAliveRequest,
         context: grpc.aio.ServicerContext[registry_pb2.KeepAliveRequest, registry_pb2.KeepAliveResponse],
@@ -45,7 +45,7 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, f"worker {worker_id} is not registered; register again")
         return registry_pb2.KeepAliveResponse()
 
-    async def Deregister(  # noqa: N802 - the wire contract's name
+    async def Deregister(
         self,
         request: registry_pb2.DeregisterRequest,
         context: grpc.aio.ServicerContext[registry_pb2.DeregisterRequest, registry_pb2.DeregisterResponse],

@@ -96,8 +96,6 @@ class GenerateCall:
     bad_words: tuple[str, ...] = ()
     priority: int = 0
     cache_salt: str = ""
-    num_draft_tokens: int | None = None
-    """Limit of speculation; None: the worker decides."""
     client_request_id: str = ""
 
 
@@ -109,7 +107,6 @@ class CompletionRequest:
     """`token_ids` is the prompt alone; stop strings stay in its sampling parameters for the gateway."""
     index: int = 0
     """The completion's number within its call."""
-    num_draft_tokens: int | None = None
     arrival: float = 0.0
     """Clock seconds at which the call arrived."""
     deadline: float | None = None

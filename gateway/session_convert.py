@@ -107,8 +107,6 @@ class DecodeCodec:
                     timeout_ms=_timeout_ms(command.deadline, now),
                     traceparent=command.traceparent,
                 )
-                if command.num_draft_tokens is not None:
-                    request.sampling_params.num_draft_tokens = command.num_draft_tokens
                 return decode_pb2.DecodeServiceSessionRequest(reserve=decode_pb2.ReserveCommand(request=request))
             case PrefillLocally(request_id):
                 local = decode_pb2.PrefillLocallyCommand(request_id=request_id)

@@ -192,8 +192,14 @@ class WorkerSession:
 
     async def _connect_and_serve(self) -> EngineError:
         """Run one stream to its end and return why it ended."""
-        # A pool of its own, so that every attempt dials at once instead of sharing another channel's back-off.
-        options = (*channel_options(), ("grpc.use_local_subchannel_pool", 1))
+        # A pool of its own, so that every attempt dials at once instead of sharing another channel's back-off. And one
+        # attempt per channel, for which gRPC's shortest back-off is also how long it may take to connect.
+        connect_timeout_ms = int(self._limits.ready_timeout_s * 1000)
+        options = (
+            *channel_options(),
+            ("grpc.min_reconnect_backoff_ms", connect_timeout_ms),
+            ("grpc.use_local_subchannel_pool", 1),
+        )
         async with grpc.aio.insecure_channel(self.info.address, options=options) as channel:
             call = self._codec.open(channel)
             loop = asyncio.get_running_loop()

@@ -55,7 +55,8 @@ def channel_options(max_message_bytes: int = INTERNAL_MAX_MESSAGE_BYTES) -> Chan
         *_common_options(max_message_bytes),
         # A restarted peer is found again within a second, not after gRPC's default of up to two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # Also how long one attempt to connect may take: a busy peer needs more than the first back-off.
+        ("grpc.min_reconnect_backoff_ms", 5_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),
     )
 

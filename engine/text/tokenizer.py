@@ -67,7 +67,8 @@ class Tokenizer:
             add_special_tokens: Whether the model's beginning-of-sequence token goes first, where it has one.
         """
         text = _SURROGATE.sub("\ufffd", text)
-        token_ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        # `encode` of the backend keeps the GIL and would stall every other thread during a long prompt; this does not.
+        token_ids: list[int] = self._backend.encode_batch([text], add_special_tokens=False)[0].ids
         return [*self._prefix_token_ids, *token_ids] if add_special_tokens else token_ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True, is_continuation: bool = False) -> str:

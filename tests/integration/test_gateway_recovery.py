@@ -85,6 +85,7 @@ async def test_prefill_death_after_its_commit_costs_nothing_once_the_first_token
 async def test_first_token_lost_after_the_commit_is_computed_again(model: Model) -> None:
     async with harness(model) as cluster:
         cluster.prefills[0].dies_before_first_token = True
+        cluster.cluster.script.pace_s = 0.02  # so that decode is not through before the loss is noticed
         check_complete(cluster, await cluster.generate(cluster.request()))
         assert len(cluster.decodes[0].seen(decode_pb2.ReserveCommand)) == 2
         assert len(cluster.decodes[0].aborted) == 1

@@ -207,14 +207,10 @@ async def test_every_parameter_travels_to_both_workers(model: Model) -> None:
         prefill = cluster.prefills[0].seen(prefill_pb2.PrefillCommand)[0].request
         sent = sampling_pb2.SamplingParams(**params)
         for request in (reserve, prefill):
-            received = sampling_pb2.SamplingParams()
-            received.CopyFrom(request.sampling_params)
-            received.num_draft_tokens = 0
-            assert received == sent
+            assert request.sampling_params == sent
             words = [tuple(word.token_ids) for word in request.bad_words_token_ids]
             encode = cluster.tokenizer.encode
             assert words == [tuple(encode("Paris", False)), tuple(encode(" Paris", False))]
-        assert reserve.sampling_params.HasField("num_draft_tokens")
 
 
 async def test_a_client_that_reads_slowly_gets_all_tokens_in_fewer_chunks(model: Model) -> None:

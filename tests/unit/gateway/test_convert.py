@@ -111,7 +111,7 @@ def test_value_out_of_range_is_refused_by_name(name: str, value: Any, field: str
 
 def test_absent_fields_mean_their_defaults() -> None:
     call = to_call()
-    assert (call.max_tokens, call.seed, call.n, call.num_draft_tokens) == (None, None, 1, None)
+    assert (call.max_tokens, call.seed, call.n) == (None, None, 1)
     assert call.sampling_params == SamplingParams()
 
 
