@@ -248,7 +248,12 @@ class Attempt:
         has_alternative = self._router.has_decode_besides(
             self._engine_request, {*self._recovery.failed_decode, worker_id}
         )
-        remedy = self._recovery.after_decode_failure(error, worker_id, has_alternative=has_alternative)
+        remedy = self._recovery.after_decode_failure(
+            error,
+            worker_id,
+            has_alternative=has_alternative,
+            prefill_worker=None if self._prefill is None else self._prefill.info.worker_id,
+        )
         if remedy is Remedy.RESTART:
             self.is_restart_due = True
         else:

@@ -6,7 +6,7 @@ position, token), another attempt goes on with the very tokens that would have c
 
 from enum import StrEnum
 
-from engine.errors import CapacityError, DeviceError, EngineError
+from engine.errors import CapacityError, DeviceError, EngineError, LeaseExpired
 from engine.types import WorkerId
 
 
@@ -65,15 +65,22 @@ class Recovery:
         # Decode goes on from a token that nobody else can tell us: only a new attempt brings it.
         return Remedy.RESTART if is_committed else Remedy.SUPERSEDE
 
-    def after_decode_failure(self, error: EngineError, worker_id: WorkerId, *, has_alternative: bool) -> Remedy:
+    def after_decode_failure(
+        self, error: EngineError, worker_id: WorkerId, *, has_alternative: bool, prefill_worker: WorkerId | None = None
+    ) -> Remedy:
         """Decide after a decode worker failed the request or was lost.
 
         Args:
             error: Why.
             worker_id: Who.
             has_alternative: Another decode worker, which has not failed this request, could take it.
+            prefill_worker: Who was filling the reservation; None = nobody.
         """
-        self.failed_decode.add(worker_id)
+        if isinstance(error, LeaseExpired) and prefill_worker is not None:
+            # Decode did its part: it is the writer that was not heard of.
+            self.failed_prefill.add(prefill_worker)
+        else:
+            self.failed_decode.add(worker_id)
         if not can_retry(error) or not self.has_attempts_left:
             return Remedy.GIVE_UP
         # A full worker is asked again by the client, after the time it named, not by us at once.

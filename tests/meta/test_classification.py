@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tests.meta.repository import PACKAGES, ROOT, collected_files, parse, relative
 
-_KINDS = {"unit", "property", "oracle", "contract", "integration", "e2e", "meta"}
+_KINDS = {"unit", "property", "oracle", "contract", "integration", "faults", "e2e", "meta"}
 _BUILT_IN_MARKERS = {"parametrize", "usefixtures", "timeout", "filterwarnings", "asyncio"}
 # A test that skips itself passes where it should fail: what it needs is installed by `make setup`, and what needs a
 # GPU is deselected by marker, not skipped.
