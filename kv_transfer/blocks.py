@@ -66,15 +66,20 @@ class BlockSink(Protocol):
     ) -> None:
         """Write the tokens `[token_start, token_start + num_tokens)` from blocks of another block size or dtype.
 
-        Slots of other tokens are left as they are, in the last block too.
+        Both block grids start at token 0 of the sequence, so the offsets follow from `token_start` alone::
+
+            payload:    | source block  token_start // source.block_size ... | whole blocks
+            block_ids:  | target block  token_start // layout.block_size ... |
+
+        The first token to write is at slot `token_start % source.block_size` of the payload's first block and goes to
+        slot `token_start % layout.block_size` of `block_ids[0]`. Slots of other tokens are left as they are.
 
         Args:
             layer: 0-based layer index.
-            token_start: Position in the sequence of the payload's first token, a multiple of `source.block_size`.
-            num_tokens: Tokens to write, >= 1; those behind them in the last source block are ignored.
-            block_ids: The sequence's block table, from token 0 on. Entries of blocks without a token to write are
-                placeholders.
-            payload: Whole source blocks that cover the tokens; not kept after the call.
+            token_start: Position in the sequence of the first token to write.
+            num_tokens: Tokens to write, >= 1.
+            block_ids: The target blocks that hold the tokens, in order, and no others.
+            payload: The source blocks that hold the tokens, whole; not kept after the call.
             source: Layout of the payload, already checked with `layout.check_convertible`.
         """
         ...

@@ -61,6 +61,7 @@ class Export:
         clock: Clock,
         *,
         is_layerwise: bool | None,
+        accept_timeout_s: float,
         commit_timeout_s: float,
         on_failed: Callable[[EngineError], None] | None,
     ) -> None:
@@ -69,6 +70,7 @@ class Export:
         self._connect = connect
         self._cost = cost
         self._clock = clock
+        self._accept_timeout_s = accept_timeout_s
         self._commit_timeout_s = commit_timeout_s
         self._on_failed = on_failed
         layout = source.layout
@@ -86,6 +88,7 @@ class Export:
         self._link: PeerLink | None = None
         self._waiting: asyncio.Future[PeerLink] | asyncio.Future[PayloadBuffer] | None = None
         self._verdict: EngineError | None = None
+        self._accept_timer: asyncio.TimerHandle | None = None
         self._began_at = clock.now()
         self._opened_at: float | None = None
         self._ready_at: float | None = None
@@ -188,7 +191,10 @@ class Export:
             task = asyncio.current_task()
             if self._machine.state is SenderState.FAILED and (task is None or not task.cancelling()):
                 return None
-            waiting.cancel()
+            if not waiting.cancel() and not waiting.cancelled() and waiting.exception() is None:
+                result = waiting.result()
+                if isinstance(result, PayloadBuffer):
+                    result.release()  # lent and cancelled in the same turn of the loop
             raise
         finally:
             self._waiting = None
@@ -215,6 +221,8 @@ class Export:
         finally:
             self._machine.handle(Failed(error or TransferError("over")))  # no effect after a proper end
             error = error and (self._verdict or error)
+            if self._accept_timer is not None:
+                self._accept_timer.cancel()
             if self._link is not None:
                 self._link.detach(self.handle.lease_id, self.handle.epoch)
             if error is None:
@@ -237,6 +245,7 @@ class Export:
             self._opened_at = self._clock.now()
             claim = Open(handle.ticket, handle.start_token, handle.num_tokens)
             await self._send(FrameKind.OPEN, claim.encode())
+            self._accept_timer = asyncio.get_running_loop().call_later(self._accept_timeout_s, self._not_accepted)
         while True:
             while self._instructions:
                 instruction = self._instructions.popleft()
@@ -256,6 +265,10 @@ class Export:
             await self._wake.wait()
             self._wake.clear()
             self._loop_yield.resumed()
+
+    def _not_accepted(self) -> None:
+        if self._machine.state is SenderState.OPENING:
+            self._post(AbortRequested(PeerUnavailable(f"no answer to OPEN within {self._accept_timeout_s:g} s")))
 
     async def _send(self, kind: FrameKind, payload: bytes) -> None:
         handle = self.handle

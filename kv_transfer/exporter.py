@@ -19,6 +19,7 @@ from kv_transfer.pace import FrameCost
 from kv_transfer.registry import TransportRegistry
 from kv_transfer.transport import DEFAULT_CONNECT_TIMEOUT_S
 
+DEFAULT_ACCEPT_TIMEOUT_S = 10.0
 DEFAULT_COMMIT_TIMEOUT_S = 30.0
 
 
@@ -39,6 +40,7 @@ class Exporter:
         scheme: str | None = None,
         clock: Clock | None = None,
         connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S,
+        accept_timeout_s: float = DEFAULT_ACCEPT_TIMEOUT_S,
         commit_timeout_s: float = DEFAULT_COMMIT_TIMEOUT_S,
     ) -> None:
         """Make an exporter.
@@ -51,6 +53,7 @@ class Exporter:
             scheme: The only transport to use; None = the best common one (`auto`).
             clock: Time for stats and pacing; defaults to the system clock.
             connect_timeout_s: Limit for one attempt to connect, and for its HELLO.
+            accept_timeout_s: Limit for decode's answer to a claim.
             commit_timeout_s: Limit for `Export.finish`.
         """
         self._source = source
@@ -59,6 +62,7 @@ class Exporter:
         self._scheme = scheme
         self._clock = clock or SystemClock()
         self._connect_timeout_s = connect_timeout_s
+        self._accept_timeout_s = accept_timeout_s
         self._commit_timeout_s = commit_timeout_s
         self._peers: dict[WorkerId, Peer] = {}
         self._links: dict[WorkerId, asyncio.Task[PeerLink]] = {}
@@ -122,6 +126,7 @@ class Exporter:
             self._costs.setdefault(handle.worker_id, FrameCost()),
             self._clock,
             is_layerwise=is_layerwise,
+            accept_timeout_s=self._accept_timeout_s,
             commit_timeout_s=self._commit_timeout_s,
             on_failed=on_failed,
         )

@@ -15,6 +15,10 @@ MAX_LOOP_HOLD_S = 0.5e-3
 """How long copying may go on before other tasks of the loop get their turn; one frame more may be under way."""
 
 
+POOL_BYTES = 32 << 20
+POOL_GRAIN_BYTES = 256 << 10
+
+
 class LoopYield:
     """Gives the event loop back now and then while a task has work without a pause."""
 
@@ -101,6 +105,34 @@ class ByteBudget:
             _, future = self._waiters.popleft()
             if not future.done():
                 future.set_exception(self._error)
+
+
+class BufferPool:
+    """Payload memory that is used again: fresh memory of this size costs more in page faults than filling it.
+
+    Invariant: a buffer is either in the pool or lent, never both.
+    """
+
+    def __init__(self, limit: int = POOL_BYTES) -> None:
+        self._limit = limit
+        self._free: dict[int, list[bytearray]] = {}
+        self.num_bytes = 0
+        """Bytes in the pool."""
+
+    def take(self, num_bytes: int) -> bytearray:
+        """Lend a buffer of at least `num_bytes`; its content is whatever was there before."""
+        size = -(-max(num_bytes, 1) // POOL_GRAIN_BYTES) * POOL_GRAIN_BYTES
+        free = self._free.get(size)
+        if not free:
+            return bytearray(size)
+        self.num_bytes -= size
+        return free.pop()
+
+    def give(self, buffer: bytearray) -> None:
+        """Take a buffer back; nobody may look at it any more."""
+        if self.num_bytes + len(buffer) <= self._limit:
+            self.num_bytes += len(buffer)
+            self._free.setdefault(len(buffer), []).append(buffer)
 
 
 class FrameQueue:

@@ -118,9 +118,10 @@ class PayloadBuffer:
         if on_release is not None:
             on_release()
 
-    def detach(self) -> None:
-        """Mark the memory as sent: the transport owns it now."""
-        self._on_release = None
+    def detach(self) -> Callable[[], None] | None:
+        """Mark the memory as sent: the transport owns it now and calls what is returned to give it back."""
+        on_release, self._on_release = self._on_release, None
+        return on_release
 
 
 class Frame:

@@ -14,7 +14,7 @@ import grpc.aio
 
 from engine.errors import EngineError, PeerUnavailable
 from kv_transfer.address import Address, parse_address
-from kv_transfer.flow import ByteBudget, FrameQueue
+from kv_transfer.flow import BufferPool, ByteBudget, FrameQueue
 from kv_transfer.frame import HEADER_BYTES, Frame, FrameError, FrameHeader, PayloadBuffer, decode_header, encode_header
 from kv_transfer.grpc_wire import Part, decode_part, encode_part
 from kv_transfer.serving import HandlerTasks
@@ -70,6 +70,7 @@ class GrpcConnection:
         self._read = read
         self._write = write
         self._shut_down = shut_down
+        self._pool = BufferPool()
         self._received = FrameQueue()
         self._received_budget = ByteBudget(IN_FLIGHT_BYTES)
         self._outbox: asyncio.Queue[tuple[list[bytes], int] | None] = asyncio.Queue()
@@ -93,7 +94,8 @@ class GrpcConnection:
         """See `Connection.reserve_now`."""
         if self._end is not None:
             raise self._end
-        return PayloadBuffer(memoryview(bytearray(num_bytes)))
+        memory = self._pool.take(num_bytes)
+        return PayloadBuffer(memoryview(memory)[:num_bytes], self, on_release=lambda: self._pool.give(memory))
 
     async def send(self, frame: Frame) -> None:
         """See `Connection.send`."""
@@ -109,6 +111,8 @@ class GrpcConnection:
             )
             messages.append(encode_part(part))
         self._outbox.put_nowait((messages, size))
+        if frame.buffer is not None and frame.buffer.owner is self:
+            frame.buffer.release()  # every message is a copy
 
     async def recv(self) -> Frame:
         """See `Connection.recv`."""
@@ -155,7 +159,7 @@ class GrpcConnection:
                 for message in messages:
                     await self._write(message)
             except (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
-                self._lose(f"writing failed: {_describe(error)}")
+                self.lose(f"writing failed: {_describe(error)}")
                 return
             self._outbox_budget.release(size)
 
@@ -163,16 +167,17 @@ class GrpcConnection:
         try:
             while (frame := await self._read_frame()) is not None:
                 self._received.put(frame)
-            self._lose("closed by the peer")
+            self.lose("closed by the peer")
         except FrameError as error:
             self._finish(error, drop=False)
             self._begin_ending(is_graceful=False)
         except ConnectionClosed:
             return
         except (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
-            self._lose(_describe(error))
+            self.lose(_describe(error))
 
-    def _lose(self, reason: str) -> None:
+    def lose(self, reason: str) -> None:
+        """Note that the stream has ended; frames that have arrived can still be read."""
         self._finish(ConnectionClosed(reason), drop=False)
         self._begin_ending(is_graceful=False)
 
@@ -252,8 +257,9 @@ class GrpcTransferServicer:
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
-            # The client is gone or the server stops. Ending the handler here keeps its clean-up inside the RPC.
-            connection.abort()
+            # The client is gone or the server stops. The handler may still read what has arrived; waiting for its end
+            # keeps its clean-up inside the RPC.
+            connection.lose("the stream was cancelled")
             await asyncio.wait([task])
             raise
 

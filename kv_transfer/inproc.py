@@ -9,7 +9,7 @@ import secrets
 
 from engine.errors import PeerUnavailable
 from kv_transfer.address import parse_address
-from kv_transfer.flow import ByteBudget, FrameQueue
+from kv_transfer.flow import BufferPool, ByteBudget, FrameQueue
 from kv_transfer.frame import HEADER_BYTES, Frame, PayloadBuffer
 from kv_transfer.serving import HandlerTasks
 from kv_transfer.transport import DEFAULT_CONNECT_TIMEOUT_S, Connection, ConnectionClosed, ConnectionHandler
@@ -31,6 +31,7 @@ class InprocConnection:
     def __init__(self) -> None:
         self._peer: InprocConnection | None = None
         self._received = FrameQueue()
+        self._pool = BufferPool()
         self._budget = ByteBudget(IN_FLIGHT_BYTES)
         """Bytes this end has sent and the peer has not released."""
 
@@ -49,8 +50,13 @@ class InprocConnection:
         return self._buffer(num_bytes) if self._budget.acquire_now(num_bytes + HEADER_BYTES) else None
 
     def _buffer(self, num_bytes: int) -> PayloadBuffer:
-        view = memoryview(bytearray(num_bytes))
-        return PayloadBuffer(view, self, on_release=lambda: self._budget.release(num_bytes + HEADER_BYTES))
+        memory = self._pool.take(num_bytes)
+
+        def give_back() -> None:
+            self._pool.give(memory)
+            self._budget.release(num_bytes + HEADER_BYTES)
+
+        return PayloadBuffer(memoryview(memory)[:num_bytes], self, on_release=give_back)
 
     async def send(self, frame: Frame) -> None:
         """See `Connection.send`."""
@@ -61,11 +67,9 @@ class InprocConnection:
         if self._peer is None:
             buffer.release()
             raise ConnectionClosed("the in-process connection is closed")
-        size = len(buffer.view) + HEADER_BYTES
-        buffer.detach()
-        self._peer._received.put(
-            Frame(frame.header, buffer.view.toreadonly(), on_release=lambda: self._budget.release(size))
-        )
+        payload = buffer.view.toreadonly()
+        # The peer's release is what returns the memory.
+        self._peer._received.put(Frame(frame.header, payload, on_release=buffer.detach()))
 
     async def recv(self) -> Frame:
         """See `Connection.recv`."""

@@ -31,8 +31,8 @@ DEFAULT_RING_BYTES = 64 << 20
 MAX_RING_BYTES = 4 << 30
 WARM_RING_BYTES = 8 << 20
 """Part of the ring that is used while the receiver keeps up."""
-PREFERRED_PAYLOAD_BYTES = 1 << 20
-"""Small enough that a payload is still in the second-level cache when it is digested after being copied."""
+PREFERRED_PAYLOAD_BYTES = 2 << 20
+"""Large enough to make a frame's fixed cost small, small enough to be still cached when it is digested after a copy."""
 INLINE_BYTES = 4096
 """Payloads up to this size travel in the socket: cheaper than a ring region and its release."""
 MAX_QUEUED_FRAMES = 4096

@@ -85,17 +85,18 @@ class ArrayCache:
         source: KvLayout,
     ) -> None:
         self.num_writes += 1
-        if token_start % source.block_size or num_tokens < 1:
-            raise ValueError(f"tokens {token_start} + {num_tokens} in blocks of {source.block_size}")
-        if len(payload) != source.num_blocks(num_tokens) * source.block_bytes:
-            raise ValueError(f"{len(payload)} bytes for {num_tokens} tokens")
+        source_slot, target_slot = token_start % source.block_size, token_start % self.layout.block_size
+        if len(payload) != source.num_blocks(source_slot + num_tokens) * source.block_bytes:
+            raise ValueError(f"{len(payload)} bytes for {num_tokens} tokens from {token_start} on")
+        if len(block_ids) != self.layout.num_blocks(target_slot + num_tokens):
+            raise ValueError(f"{len(block_ids)} blocks for {num_tokens} tokens from {token_start} on")
         rows = np.frombuffer(payload, np.uint8).reshape(-1, source.block_bytes)
         for index in range(num_tokens):
-            values = _decode(source, rows[index // source.block_size])[:, :, index % source.block_size]
-            self.set_token(layer, block_ids, token_start + index, values)
+            row, slot = divmod(source_slot + index, source.block_size)
+            self.set_token(layer, block_ids, target_slot + index, _decode(source, rows[row])[:, :, slot])
 
     def set_token(self, layer: int, block_ids: Sequence[BlockId], token: int, values: Floats) -> None:
-        """Write one token; `block_ids` is a block table from token 0 on."""
+        """Write one token; `token` counts from the start of `block_ids`."""
         size = self.layout.block_size
         row = self.bytes[layer, block_ids[token // size]]
         block = _decode(self.layout, row)

@@ -1,33 +1,17 @@
-"""What every transport promises, as one suite. A new transport adds one line to `TRANSPORTS`."""
+"""What every transport promises, as one suite; between processes in test_transport_processes.py."""
 
 import asyncio
 import contextlib
 import os
-import signal
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
 from engine.errors import ChecksumMismatch, PeerUnavailable
-from engine.types import Epoch, Incarnation, LeaseId
+from engine.types import Epoch, LeaseId
 from kv_transfer.frame import Frame, FrameKind, seal, verify
-from kv_transfer.grpc_transport import GrpcTransport
-from kv_transfer.inproc import InprocTransport
-from kv_transfer.shm import ShmTransport
-from kv_transfer.transport import Connection, ConnectionClosed, ConnectionHandler, Transport
+from kv_transfer.transport import Connection, ConnectionClosed, Transport
 from tests.fakes_handoff import until
-
-TRANSPORTS: dict[str, Callable[[], Transport]] = {
-    "inproc": InprocTransport,
-    "shm": ShmTransport,
-    "grpc": GrpcTransport,
-}
-BETWEEN_PROCESSES = sorted(set(TRANSPORTS) - {"inproc"})
+from tests.transports import TRANSPORTS, Accepted, connected, echo, kv_frame, within
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -37,59 +21,6 @@ def transport(request: pytest.FixtureRequest) -> Transport:
     name = request.param
     assert isinstance(name, str)
     return TRANSPORTS[name]()
-
-
-def kv_frame(payload: bytes | memoryview, number: int = 0) -> Frame:
-    return seal(
-        FrameKind.KV, LeaseId(7), Epoch(1), Incarnation(3), payload, num_layers=1, first_block=number, num_blocks=1
-    )
-
-
-async def echo(connection: Connection) -> None:
-    """Send every frame back."""
-    while True:
-        frame = await connection.recv()
-        try:
-            await connection.send(Frame(frame.header, frame.payload))
-        finally:
-            frame.release()
-
-
-@asynccontextmanager
-async def connected(transport: Transport, handler: ConnectionHandler) -> AsyncIterator[Connection]:
-    listener = await transport.listen(handler)
-    try:
-        connection = await transport.connect(listener.address, 5.0)
-        try:
-            yield connection
-        finally:
-            await connection.close()
-    finally:
-        await listener.close()
-
-
-@dataclass
-class Accepted:
-    """A handler that hands its connection to the test and keeps it open until the test is done."""
-
-    connection: asyncio.Future[Connection]
-    done: asyncio.Event
-
-    @classmethod
-    def new(cls) -> "Accepted":
-        return cls(asyncio.get_running_loop().create_future(), asyncio.Event())
-
-    async def __call__(self, connection: Connection) -> None:
-        self.connection.set_result(connection)
-        await self.done.wait()
-
-
-_T = TypeVar("_T")
-
-
-async def within(seconds: float, awaitable: Awaitable[_T]) -> _T:
-    async with asyncio.timeout(seconds):
-        return await awaitable
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 65536, 1 << 20, (1 << 20) + 1, 4 << 20, (5 << 20) + 3])
@@ -127,6 +58,10 @@ async def test_reserved_memory_is_sent_as_it_was_filled(transport: Transport) ->
             )
             await connection.send(frame)
             buffer.release()  # must not take back what was sent
+            if size:
+                other = await connection.reserve(size)
+                other.view[:] = bytes(size)  # nor may its memory be lent again before the peer is done with it
+                other.release()
             answer = await connection.recv()
             verify(answer)
             assert bytes(answer.payload) == payload
@@ -364,86 +299,3 @@ async def test_a_corrupted_byte_is_caught_by_the_digest(transport: Transport) ->
         with pytest.raises(ChecksumMismatch):
             verify(damaged)
         damaged.release()
-
-
-_PEER = """
-import asyncio, sys
-from tests.contract.test_transport_contract import TRANSPORTS, echo
-
-async def main():
-    listener = await TRANSPORTS[sys.argv[1]]().listen(echo)
-    print(listener.address, flush=True)
-    await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
-
-
-@asynccontextmanager
-async def peer_process(name: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """A process that listens and echoes."""
-    root = Path(__file__).parents[2]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        _PEER,
-        name,
-        stdout=asyncio.subprocess.PIPE,
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": "."},
-    )
-    assert process.stdout is not None
-    try:
-        async with asyncio.timeout(30):
-            address = (await process.stdout.readline()).decode().strip()
-        yield process, address
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-
-
-@pytest.mark.parametrize("name", BETWEEN_PROCESSES)
-async def test_frames_pass_between_processes_and_a_killed_peer_is_noticed(name: str) -> None:
-    async with peer_process(name) as (process, address):
-        connection = await TRANSPORTS[name]().connect(address, 5.0)
-        for size in (10, 3 << 20):
-            await connection.send(kv_frame(bytes(size)))
-            frame = await connection.recv()
-            verify(frame)
-            assert len(frame.payload) == size
-            frame.release()
-        reader = asyncio.ensure_future(connection.recv())
-        await asyncio.sleep(0.05)
-        process.send_signal(signal.SIGKILL)
-        with pytest.raises(ConnectionClosed):
-            await within(5, reader)
-        with pytest.raises(ConnectionClosed):
-            await within(5, _send_all(connection, 1000, 1 << 20))
-        await connection.close()
-
-
-@pytest.mark.parametrize("name", BETWEEN_PROCESSES)
-async def test_a_stopped_peer_stops_the_sender_and_can_go_on(name: str) -> None:
-    async with peer_process(name) as (process, address):
-        connection = await TRANSPORTS[name]().connect(address, 5.0)
-        await connection.send(kv_frame(b"x"))
-        (await connection.recv()).release()
-        process.send_signal(signal.SIGSTOP)
-        num_frames = 96
-        sender = asyncio.ensure_future(_send_all(connection, num_frames, 1 << 20))
-        await asyncio.sleep(0.5)
-        assert not sender.done()
-        process.send_signal(signal.SIGCONT)
-        for number in range(num_frames):
-            frame = await within(10, connection.recv())
-            verify(frame)
-            assert frame.header.first_block == number
-            frame.release()
-        await sender
-        await connection.close()
-
-
-async def _send_all(connection: Connection, num_frames: int, size: int) -> None:
-    for number in range(num_frames):
-        await connection.send(kv_frame(bytes(size), number))

@@ -5,124 +5,43 @@ no block is written but by the attempt that owns it at that moment; nothing comm
 after the end. What the receiver does with a COMMIT is predicted by a model that only keeps sets.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.cache.layout import KvLayout
 from engine.errors import CapacityError, EngineError, LeaseExpired, LeaseUnknown, PeerUnavailable, TransferError
-from engine.types import BlockId, Epoch, Incarnation, LeaseId, WorkerId
+from engine.types import BlockId, Epoch, LeaseId, WorkerId
 from kv_transfer.coverage import BlockRange
-from kv_transfer.frame import Frame, FrameKind, seal
+from kv_transfer.frame import Frame, FrameKind
 from kv_transfer.handle import KvHandle, TransferStats
 from kv_transfer.handoff_sender import (
     AbortRequested,
-    Accepted,
-    Acknowledged,
-    CreditGranted,
     Failed,
-    Finished,
     FinishRequested,
-    KvSent,
     LayerReady,
-    SendAbort,
-    SendCommit,
     SenderHandoff,
-    SenderInstruction,
     SenderState,
-    SendKv,
 )
 from kv_transfer.import_table import ImportTable
 from kv_transfer.lease import LeaseTable
-from kv_transfer.messages import Commit, Credit, Open, Rejection
-from tests.fakes_transport import FakeClock, Fault, damage, tiny_layout
+from kv_transfer.messages import Open
+from tests.fakes_transport import FakeClock, Fault, damage
+from tests.handoff_model import (
+    INCARNATION,
+    LAYOUT,
+    NUM_BLOCKS,
+    TTL_S,
+    WINDOW_BYTES,
+    Attempt,
+    CheckedSink,
+    Reservation,
+    blocks_of,
+    content,
+)
 
-LAYOUT = tiny_layout(num_layers=2, num_kv_heads=1, head_dim=1, block_size=8)
-NUM_BLOCKS = 12
-TTL_S = 5.0
-WINDOW_BYTES = 6 * LAYOUT.block_bytes
-INCARNATION = Incarnation(9)
 PICK = st.integers(0, 1 << 16)
 CHANNEL_FAULTS = [None, None, None, None, Fault.DROP, Fault.DUPLICATE, Fault.REORDER, Fault.BIT_FLIP]
-
-
-def content(attempt_id: int, layer: int, block_index: int) -> bytes:
-    """What one block of an attempt holds: different for every attempt, layer and block."""
-    word = (attempt_id * 64 + layer * 16 + block_index).to_bytes(4, "little")
-    return word * (LAYOUT.block_bytes // 4)
-
-
-@dataclass
-class Attempt:
-    """One sender, its channel, and what the model knows of it."""
-
-    attempt_id: int
-    handle: KvHandle
-    sender: SenderHandoff
-    writer_id: int
-    source: KvLayout = LAYOUT
-    transport: str = "model"
-    to_receiver: list[Frame] = field(default_factory=list)
-    to_sender: list[Frame] = field(default_factory=list)
-    is_cut: bool = False
-    verdict: list[EngineError | None] = field(default_factory=list)
-    is_open: bool = False
-    """Model: an intact OPEN arrived in time."""
-    is_spoilt: bool = False
-    """Model: something arrived after OPEN that must fail the attempt."""
-    arrived: set[tuple[int, int]] = field(default_factory=set)
-    """Model: intact (layer, block) cells that arrived after OPEN and in time."""
-
-    def reply(self, frame: Frame) -> None:
-        if not self.is_cut:
-            self.to_sender.append(frame)
-
-
-@dataclass
-class Reservation:
-    """One sequence on decode and the blocks it holds."""
-
-    lease_id: LeaseId
-    session: str
-    block_ids: list[BlockId]
-    num_tokens: int
-    expires_at: float
-    attempts: list[Attempt] = field(default_factory=list)
-    is_live: bool = True
-    """Model: neither committed, released, expired nor revoked."""
-    epoch: int = 1
-
-
-class CheckedSink:
-    """Blocks that refuse any write but by their present owner."""
-
-    layout = LAYOUT
-
-    def __init__(self, machine: "HandoffMachine") -> None:
-        self._machine = machine
-        self.data = np.zeros((LAYOUT.num_layers, NUM_BLOCKS, LAYOUT.block_bytes), np.uint8)
-
-    def write_blocks(self, layer: int, block_ids: Sequence[BlockId], payload: memoryview) -> None:
-        owner = self._machine.writing
-        assert owner is not None, "a block was written while no frame was being handled"
-        for index, block in enumerate(block_ids):
-            reservation = self._machine.owner_of(block)
-            assert reservation is not None, "a free block, or a running sequence's, was written"
-            assert reservation.epoch == owner.handle.epoch
-            assert reservation.lease_id == owner.handle.lease_id
-            assert self._machine.clock.now() < reservation.expires_at, "written after the lease ran out"
-            part = payload[index * LAYOUT.block_bytes : (index + 1) * LAYOUT.block_bytes]
-            self.data[layer, block] = np.frombuffer(part, np.uint8)
-
-    def write_converted(self, *_: object) -> None:
-        raise AssertionError("the layouts are equal")
-
-    def read_blocks(self, *_: object) -> None:
-        raise AssertionError("the receiver reads nothing")
 
 
 class HandoffMachine(RuleBasedStateMachine):
@@ -200,11 +119,11 @@ class HandoffMachine(RuleBasedStateMachine):
         attempt_id = len(self.attempts) + 1
         is_layerwise = attempt_id % 2 == 0
         sender = SenderHandoff(LAYOUT, 0, handle.num_tokens, is_layerwise=is_layerwise)
-        attempt = Attempt(attempt_id, handle, sender, writer_id=attempt_id)
+        attempt = Attempt(attempt_id, handle, sender, attempt_id, self.committed)
         self.attempts.append(attempt)
         reservation.attempts.append(attempt)
         claim = Open(handle.ticket, handle.start_token, handle.num_tokens)
-        attempt.to_receiver.append(self.frame(attempt, FrameKind.OPEN, claim.encode()))
+        attempt.to_receiver.append(attempt.frame(FrameKind.OPEN, claim.encode()))
 
     @precondition(lambda self: self.reservations)
     @rule(number=PICK)
@@ -254,48 +173,6 @@ class HandoffMachine(RuleBasedStateMachine):
 
     # --- what prefill does ------------------------------------------------------------------------------------------
 
-    def frame(self, attempt: Attempt, kind: FrameKind, payload: bytes = b"") -> Frame:
-        handle = attempt.handle
-        return seal(kind, handle.lease_id, handle.epoch, handle.incarnation, payload)
-
-    def perform(self, attempt: Attempt, instructions: list[SenderInstruction]) -> None:
-        todo = list(instructions)
-        while todo:
-            instruction = todo.pop(0)
-            assert not attempt.verdict, "something was to be done after the end"
-            match instruction:
-                case SendKv(blocks):
-                    cells = [(layer, block) for layer in blocks.layers for block in self.blocks_of(blocks)]
-                    payload = b"".join(content(attempt.attempt_id, layer, block) for layer, block in cells)
-                    handle = attempt.handle
-                    frame = seal(
-                        FrameKind.KV,
-                        handle.lease_id,
-                        handle.epoch,
-                        handle.incarnation,
-                        payload,
-                        layer_start=blocks.layer_start,
-                        num_layers=blocks.num_layers,
-                        first_block=blocks.first_block,
-                        num_blocks=blocks.num_blocks,
-                    )
-                    attempt.to_receiver.append(frame)
-                    todo += attempt.sender.handle(KvSent(blocks, len(payload), frame.header.digest))
-                case SendCommit(num_bytes, num_frames, digest, record):
-                    commit = Commit(num_bytes, num_frames, digest, 0, record)
-                    attempt.to_receiver.append(self.frame(attempt, FrameKind.COMMIT, commit.encode()))
-                case SendAbort(error):
-                    payload = Rejection.of(error).encode()
-                    attempt.to_receiver.append(self.frame(attempt, FrameKind.ABORT, payload))
-                case Finished(error):
-                    attempt.verdict.append(error)
-                    if error is None:
-                        assert (attempt.handle.lease_id, attempt.handle.epoch) in self.committed
-
-    @staticmethod
-    def blocks_of(blocks: BlockRange) -> range:
-        return range(blocks.first_block, blocks.first_block + blocks.num_blocks)
-
     def pick(self, number: int) -> Attempt:
         return self.attempts[number % len(self.attempts)]
 
@@ -304,26 +181,26 @@ class HandoffMachine(RuleBasedStateMachine):
     def compute_chunk(self, number: int, num_tokens: int) -> None:
         attempt = self.pick(number)
         for layer in range(LAYOUT.num_layers):
-            self.perform(attempt, attempt.sender.handle(LayerReady(layer, num_tokens)))
+            attempt.take(LayerReady(layer, num_tokens))
 
     @precondition(lambda self: self.attempts)
     @rule(number=PICK, layer=st.integers(0, LAYOUT.num_layers - 1))
     def compute_layer(self, number: int, layer: int) -> None:
         attempt = self.pick(number)
-        self.perform(attempt, attempt.sender.handle(LayerReady(layer, attempt.handle.num_tokens)))
+        attempt.take(LayerReady(layer, attempt.handle.num_tokens))
 
     @precondition(lambda self: self.attempts)
     @rule(number=PICK)
     def finish(self, number: int) -> None:
         attempt = self.pick(number)
         if attempt.sender.is_all_ready and attempt.sender._record is None:
-            self.perform(attempt, attempt.sender.handle(FinishRequested(attempt.attempt_id.to_bytes(4, "little"))))
+            attempt.take(FinishRequested(attempt.attempt_id.to_bytes(4, "little")))
 
     @precondition(lambda self: self.attempts)
     @rule(number=PICK)
     def abort(self, number: int) -> None:
         attempt = self.pick(number)
-        self.perform(attempt, attempt.sender.handle(AbortRequested(TransferError("given up"))))
+        attempt.take(AbortRequested(TransferError("given up")))
 
     # --- what the network does --------------------------------------------------------------------------------------
 
@@ -361,7 +238,7 @@ class HandoffMachine(RuleBasedStateMachine):
             if attempt.to_receiver:
                 self.pass_on(attempt, faults.get(index), bit)
             if attempt.to_sender:
-                self.answer(attempt, attempt.to_sender.pop(0))
+                attempt.answer(attempt.to_sender.pop(0))
 
     @precondition(lambda self: self.attempts)
     @rule(
@@ -375,9 +252,9 @@ class HandoffMachine(RuleBasedStateMachine):
         attempt = self.attempts[-1 - min(back, len(self.attempts) - 1)]
         for num_tokens in (12, 30):
             for layer in range(LAYOUT.num_layers):
-                self.perform(attempt, attempt.sender.handle(LayerReady(layer, num_tokens)))
+                attempt.take(LayerReady(layer, num_tokens))
         if attempt.sender._record is None:
-            self.perform(attempt, attempt.sender.handle(FinishRequested(attempt.attempt_id.to_bytes(4, "little"))))
+            attempt.take(FinishRequested(attempt.attempt_id.to_bytes(4, "little")))
         self.settle(attempt, {} if fault is None else {index: fault}, bit)
 
     def arrive(self, attempt: Attempt, frame: Frame, *, is_intact: bool) -> None:
@@ -414,7 +291,7 @@ class HandoffMachine(RuleBasedStateMachine):
         if kind is FrameKind.KV:
             header = frame.header
             blocks = BlockRange(header.first_block, header.num_blocks, header.layer_start, header.num_layers)
-            cells = {(layer, block) for layer in blocks.layers for block in self.blocks_of(blocks)}
+            cells = {(layer, block) for layer in blocks.layers for block in blocks_of(blocks)}
             if is_good and not cells <= attempt.arrived:
                 attempt.arrived |= cells
                 reservation.expires_at = self.clock.now() + TTL_S
@@ -436,20 +313,7 @@ class HandoffMachine(RuleBasedStateMachine):
         # A repeated credit would be a lie about the receiver's room; transports do not repeat, so it is not modelled.
         if fault is Fault.DUPLICATE and frame.header.kind is not FrameKind.CREDIT:
             attempt.to_sender.insert(0, frame)
-        self.answer(attempt, frame)
-
-    def answer(self, attempt: Attempt, frame: Frame) -> None:
-        match frame.header.kind:
-            case FrameKind.ACCEPTED:
-                window = Credit.decode(frame.payload).num_bytes
-                instructions = attempt.sender.handle(Accepted(window, 3 * LAYOUT.block_bytes))
-            case FrameKind.CREDIT:
-                instructions = attempt.sender.handle(CreditGranted(Credit.decode(frame.payload).num_bytes))
-            case FrameKind.COMMITTED:
-                instructions = attempt.sender.handle(Acknowledged())
-            case _:
-                instructions = attempt.sender.handle(Failed(Rejection.decode(frame.payload).to_error()))
-        self.perform(attempt, instructions)
+        attempt.answer(frame)
 
     @precondition(lambda self: self.attempts)
     @rule(number=PICK)
@@ -464,7 +328,7 @@ class HandoffMachine(RuleBasedStateMachine):
             attempt.is_spoilt = True
         lost = PeerUnavailable("cut")
         self.table.writer_lost(attempt, lost)
-        self.perform(attempt, attempt.sender.handle(Failed(lost)))
+        attempt.take(Failed(lost))
 
     # --- what must hold ---------------------------------------------------------------------------------------------
 
@@ -531,6 +395,6 @@ def test_a_service_without_room_refuses_the_commit() -> None:
     machine.writing = attempt
     for frame in attempt.to_receiver:
         machine.table.handle_frame(attempt, frame)
-    machine.answer(attempt, attempt.to_sender[-1])
+    attempt.answer(attempt.to_sender[-1])
     assert [type(error) for error in attempt.verdict] == [CapacityError]
     assert len(machine.leases) == 0

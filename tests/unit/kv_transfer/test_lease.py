@@ -1,11 +1,13 @@
 """The lease table: validity in time, epochs, tickets, sessions."""
 
+from dataclasses import replace
+
 import pytest
 
 from engine.errors import LeaseExpired, LeaseUnknown, StaleEpoch
 from engine.types import Epoch, LeaseId
 from kv_transfer import lease as lease_module
-from kv_transfer.lease import LeaseTable
+from kv_transfer.lease import LeaseEnd, LeaseTable
 from tests.fakes_transport import FakeClock
 
 
@@ -130,4 +132,21 @@ def test_contradictions_are_noticed(table: LeaseTable) -> None:
     del table._sessions["ghost"]
     table._sessions["session"] = {LeaseId(lease.lease_id + 1)}
     with pytest.raises(RuntimeError, match="disagree"):
+        table.check_invariants()
+
+
+def test_a_lease_with_broken_fields_is_noticed(table: LeaseTable) -> None:
+    first, second = table.grant("session", 5.0), table.grant("session", 5.0)
+    for broken, message in [
+        (replace(first, session_id="other"), "not listed under its session"),
+        (replace(first, epoch=Epoch(0)), "bad epoch or ticket"),
+        (replace(first, ticket=b"short"), "bad epoch or ticket"),
+        (replace(first, ticket=second.ticket), "share a ticket"),
+    ]:
+        table._leases[first.lease_id] = broken
+        with pytest.raises(RuntimeError, match=message):
+            table.check_invariants()
+    table._leases[first.lease_id] = first
+    table._ended[first.lease_id] = LeaseEnd.RELEASED
+    with pytest.raises(RuntimeError, match="live and ended"):
         table.check_invariants()

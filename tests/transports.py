@@ -1,0 +1,81 @@
+"""All transports by name, and what the contract tests do with a connection. A new transport adds one line."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from engine.types import Epoch, Incarnation, LeaseId
+from kv_transfer.frame import Frame, FrameKind, seal
+from kv_transfer.grpc_transport import GrpcTransport
+from kv_transfer.inproc import InprocTransport
+from kv_transfer.shm import ShmTransport
+from kv_transfer.transport import Connection, ConnectionHandler, Transport
+from kv_transfer.ucx import UcxTransport
+
+TRANSPORTS: dict[str, Callable[[], Transport]] = {
+    "inproc": InprocTransport,
+    "shm": ShmTransport,
+    "grpc": GrpcTransport,
+    "ucx": UcxTransport,
+}
+BETWEEN_PROCESSES = sorted(set(TRANSPORTS) - {"inproc"})
+
+
+def kv_frame(payload: bytes | memoryview, number: int = 0) -> Frame:
+    return seal(
+        FrameKind.KV, LeaseId(7), Epoch(1), Incarnation(3), payload, num_layers=1, first_block=number, num_blocks=1
+    )
+
+
+async def echo(connection: Connection) -> None:
+    """Send every frame back."""
+    while True:
+        frame = await connection.recv()
+        try:
+            await connection.send(Frame(frame.header, frame.payload))
+        finally:
+            frame.release()
+
+
+@asynccontextmanager
+async def connected(transport: Transport, handler: ConnectionHandler) -> AsyncIterator[Connection]:
+    listener = await transport.listen(handler)
+    try:
+        connection = await transport.connect(listener.address, 5.0)
+        try:
+            yield connection
+        finally:
+            await connection.close()
+    finally:
+        await listener.close()
+
+
+@dataclass
+class Accepted:
+    """A handler that hands its connection to the test and keeps it open until the test is done."""
+
+    connection: asyncio.Future[Connection]
+    done: asyncio.Event
+
+    @classmethod
+    def new(cls) -> "Accepted":
+        return cls(asyncio.get_running_loop().create_future(), asyncio.Event())
+
+    async def __call__(self, connection: Connection) -> None:
+        self.connection.set_result(connection)
+        await self.done.wait()
+
+
+_T = TypeVar("_T")
+
+
+async def within(seconds: float, awaitable: Awaitable[_T]) -> _T:
+    async with asyncio.timeout(seconds):
+        return await awaitable
+
+
+async def send_all(connection: Connection, num_frames: int, size: int) -> None:
+    for number in range(num_frames):
+        await connection.send(kv_frame(bytes(size), number))
