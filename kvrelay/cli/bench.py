@@ -138,6 +138,42 @@ def interference(
 
 
 @app.command()
+def ladder(
+    model: Model = "smollm2",
+    worker_arg: WorkerArg = None,
+    streams: Annotated[int, typer.Option("--streams", min=1, help="Requests; the upper rungs serve all at once.")] = 16,
+    prefix_tokens: Annotated[
+        int, typer.Option("--prefix-tokens", min=1, help="Tokens of the document that all requests share.")
+    ] = 256,
+    output_tokens: OutputTokens = 64,
+    naive_tokens: Annotated[
+        int, typer.Option("--naive-tokens", min=1, help="Tokens that the first rung computes in a round.")
+    ] = 8,
+    cached_requests: Annotated[
+        int, typer.Option("--cached-requests", min=1, help="Requests that the second rung serves in a round.")
+    ] = 1,
+    rounds: Rounds = 3,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+    record: Record = False,
+) -> None:
+    """Do the same work with one technique after the other, from recomputing everything to all of them."""
+    from benchmarks.ladder.run import LadderSettings, run_ladder
+
+    with readable_errors():
+        settings = LadderSettings(
+            cluster=_plan(model, "auto", worker_arg),
+            num_streams=streams,
+            prefix_tokens=prefix_tokens,
+            output_tokens=output_tokens,
+            naive_tokens=naive_tokens,
+            cached_requests=cached_requests,
+            rounds=rounds,
+        )
+        _run("ladder", lambda progress: run_ladder(settings, progress), json_file, plot_file, record)
+
+
+@app.command()
 def transfer(
     model: Model = "smollm2",
     worker_arg: WorkerArg = None,
@@ -171,6 +207,42 @@ def transfer(
             seed=seed,
         )
         _run("transfer", lambda progress: run_transfer(settings, progress), json_file, plot_file, record)
+
+
+@app.command()
+def spec(
+    model: Model = "smollm2",
+    worker_arg: WorkerArg = None,
+    drafter: Annotated[
+        list[str] | None, typer.Option("--drafter", help="How tokens are drafted; may be repeated; default: ngram.")
+    ] = None,
+    category: Annotated[
+        list[str] | None, typer.Option("--category", help="Only this kind of task; may be repeated; default: all.")
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="Most tasks of each category; 0 = all.")] = 10,
+    output_tokens: OutputTokens = 128,
+    streams: Annotated[
+        int, typer.Option("--streams", min=0, help="Streams at once in the last part; 0 leaves it out.")
+    ] = 16,
+    rounds: Rounds = 1,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+    record: Record = False,
+) -> None:
+    """Show what speculative decoding gains on Spec-Bench's questions and on editing tasks."""
+    from benchmarks.spec.run import SpecSettings, run_spec
+
+    with readable_errors():
+        settings = SpecSettings(
+            cluster=_plan(model, "auto", worker_arg),
+            drafters=tuple(drafter or ("ngram",)),
+            categories=tuple(category or ()),
+            limit=limit or None,
+            output_tokens=output_tokens,
+            rounds=rounds,
+            num_streams=streams,
+        )
+        _run("spec", lambda progress: run_spec(settings, progress), json_file, plot_file, record)
 
 
 def _plan(model: str, transport: str, worker_arg: list[str] | None, prefill: int = 1, decode: int = 1) -> "ClusterPlan":

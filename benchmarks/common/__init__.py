@@ -1,0 +1,1 @@
+"""What all benchmarks share: the report and its outputs, statistics, prompts, measured requests, clusters."""

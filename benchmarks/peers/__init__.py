@@ -1,0 +1,1 @@
+"""Other systems that `benchmarks/compare.py` measures beside kvrelay, each in processes of its own."""
