@@ -4,6 +4,8 @@ Decides nothing about who owns a block (`engine/cache/block_pool.py` does) and k
 as a source and a sink of blocks. Conversions between element types are in `kv_convert.py`.
 """
 
+import contextlib
+import mmap
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -42,12 +44,18 @@ class KvCache:
         """
         self.layout = layout
         self.num_blocks = num_blocks
-        shape = (layout.num_layers, num_blocks, layout.block_bytes)
+        num_bytes = layout.num_layers * num_blocks * layout.block_bytes
         try:
-            self.bytes = torch.zeros(shape, dtype=torch.uint8, device=device)
-        except RuntimeError as error:
-            size_gib = layout.num_layers * num_blocks * layout.block_bytes / 2**30
-            raise InvalidRequest("num_blocks", f"{size_gib:.1f} GiB of KV cache cannot be allocated") from error
+            flat = (
+                _host_memory(num_bytes)
+                if device.type == "cpu"
+                else torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            )
+        except (RuntimeError, OSError, ValueError, OverflowError) as error:
+            raise InvalidRequest(
+                "num_blocks", f"{num_bytes / 2**30:.1f} GiB of KV cache cannot be allocated"
+            ) from error
+        self.bytes = flat.view(layout.num_layers, num_blocks, layout.block_bytes)
         self.elements, self.scales = split_blocks(self.bytes, layout)
         # On the CPU numpy copies between the cache and a buffer directly, without the GIL.
         self._host_rows: _Bytes | None = self.bytes.numpy() if device.type == "cpu" else None
@@ -151,6 +159,15 @@ class KvCache:
         # Negative ids would silently count from the end of the pool.
         if block_ids and not (min(block_ids) >= 0 and max(block_ids) < self.num_blocks):
             raise IndexError(f"block ids {min(block_ids)}..{max(block_ids)} of a cache of {self.num_blocks}")
+
+
+def _host_memory(num_bytes: int) -> Tensor:
+    """Zeroed memory [num_bytes] uint8, in large pages where the system has them: a step reads the cache all over."""
+    memory = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:

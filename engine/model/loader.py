@@ -1,17 +1,24 @@
-"""Loading a model by name: find its files, read config and weights, build the plain model.
+"""Loading a model by name: find its files, read config and weights, build the native or the plain model.
 
 Which names exist is `source.py`'s matter, what the files say that of `hf_config.py`, `gguf_config.py` and the weight
-readers, which parameters a model needs that of `weights.py`. Nothing here reads tokenizers.
+readers, which parameters a model needs that of `weights.py`, and how the native kernels want them that of
+`native_weights.py`. Nothing here reads tokenizers.
 """
 
 import math
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
+import structlog
 import torch
+from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.errors import InvalidRequest
+from engine.kernels.cpu.build import KernelsUnavailable
+from engine.kernels.cpu.library import load_library
 from engine.kernels.interface import Kernels
 from engine.kernels.torch_kernels import TorchKernels
 from engine.model.gguf_config import read_gguf_config
@@ -21,6 +28,8 @@ from engine.model.hf_config import read_hf_config
 from engine.model.hf_weights import HfWeights
 from engine.model.interface import LanguageModel
 from engine.model.llama import LlamaModel
+from engine.model.native import NativeModel
+from engine.model.native_weights import BlockReader, GgufBlocks, NoBlocks, has_float_matrices, load_native_weights
 from engine.model.rope import inverse_frequencies
 from engine.model.source import resolve_model
 from engine.model.weights import (
@@ -33,6 +42,12 @@ from engine.model.weights import (
     parameter_shapes,
     weights_fingerprint,
 )
+
+_log = structlog.get_logger(__name__)
+
+Compute = Literal["auto", "native", "torch"]
+"""`native`: integer kernels on the CPU, weights that are not quantized yet become int8. `torch`: fp32 on any device.
+`auto`: native on the CPU for checkpoints whose matrices are all quantized, else torch."""
 
 _NUM_LOADING_THREADS = 2
 """Dequantizing is bound by memory; more threads gain little and hold more layers at once."""
@@ -72,25 +87,59 @@ def open_weights(source: str) -> tuple[ModelConfig, WeightReader]:
 
 
 def load_model(
-    source: str, *, device: torch.device | None = None, progress: Callable[[int, int], None] | None = None
+    source: str,
+    *,
+    device: torch.device | None = None,
+    compute: Compute = "auto",
+    num_threads: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> LanguageModel:
-    """Load a model for the plain path: weights in fp32 on `device`.
+    """Load a model.
 
     Args:
         source: A name as `resolve_model` takes it.
-        device: Where to put the weights; None = the CPU.
-        progress: Called on this thread with (bytes loaded, bytes in all), counted as fp32, after each part; the last
-            call has both equal.
+        device: Where to compute; None = the CPU.
+        compute: With which kernels. `auto` falls back to torch, with a line in the log, where the native ones cannot
+            be compiled.
+        num_threads: Threads of the native kernels; None = one per core that this process may use.
+        progress: Called on this thread with (bytes loaded, bytes in all), counted as they will lie in memory, after
+            each part; the last call has both equal.
 
     Raises:
-        InvalidRequest: As `open_weights`.
+        InvalidRequest: As `open_weights`, or `compute` cannot be had on this machine or device.
     """
     device = device or torch.device("cpu")
+    report = progress or (lambda done, total: None)
+    if compute == "native" or (compute == "auto" and device.type == "cpu" and _is_quantized(source)):
+        if device.type != "cpu":
+            raise InvalidRequest("compute", f"native kernels run on the CPU, not on {device}")
+        try:
+            return _load_native(source, num_threads or len(os.sched_getaffinity(0)), report)
+        except KernelsUnavailable as error:
+            if compute == "native":
+                raise InvalidRequest("compute", str(error)) from error
+            _log.warning("kernels.unavailable", reason=str(error), fallback="torch")
     config, reader = open_weights(source)
     kernels = TorchKernels()
-    weights = _load_weights(config, reader, kernels, device, progress or (lambda done, total: None))
+    weights = _load_weights(config, reader, kernels, device, report)
     fingerprint = weights_fingerprint(config, reader, weights.inverse_frequencies)
     return LlamaModel(config, weights, fingerprint, kernels, device)
+
+
+def _is_quantized(source: str) -> bool:
+    found = resolve_model(source)
+    return found.kind == "gguf" and not has_float_matrices(GgufFile(found.path))
+
+
+def _load_native(source: str, num_threads: int, progress: Callable[[int, int], None]) -> NativeModel:
+    library = load_library()
+    config, reader = open_weights(source)
+    blocks: BlockReader = NoBlocks()
+    if isinstance(reader, GgufWeights):
+        blocks = GgufBlocks(GgufFile(resolve_model(source).path), reader, config)
+    frequencies = inverse_frequencies(config.rope, config.head_dim, _rope_factors(config, reader))
+    handle = load_native_weights(library, config, reader, blocks, frequencies.numpy(), num_threads, progress)
+    return NativeModel(config, weights_fingerprint(config, reader, frequencies), handle)
 
 
 def _load_weights(
@@ -100,9 +149,7 @@ def _load_weights(
     device: torch.device,
     progress: Callable[[int, int], None],
 ) -> LlamaWeights:
-    factors = reader.rope_factors()
-    if factors is not None and factors.shape != (config.head_dim // 2,):
-        raise InvalidRequest("model", f"rotary factors have shape {list(factors.shape)}, not [{config.head_dim // 2}]")
+    factors = _rope_factors(config, reader)
     sizes = _part_sizes(config)
     total, done = sum(sizes), 0
     layers: list[LayerWeights] = []
@@ -122,6 +169,13 @@ def _load_weights(
         lm_head=lm_head,
         inverse_frequencies=inverse_frequencies(config.rope, config.head_dim, factors).to(device),
     )
+
+
+def _rope_factors(config: ModelConfig, reader: WeightReader) -> Tensor | None:
+    factors = reader.rope_factors()
+    if factors is not None and factors.shape != (config.head_dim // 2,):
+        raise InvalidRequest("model", f"rotary factors have shape {list(factors.shape)}, not [{config.head_dim // 2}]")
+    return factors
 
 
 def _part_sizes(config: ModelConfig) -> list[int]:

@@ -41,7 +41,7 @@ QUESTIONS = (
 
 @pytest.fixture(scope="module")
 def smollm2() -> LanguageModel:
-    return load_model("smollm2")
+    return load_model("smollm2", compute="torch")
 
 
 @pytest.fixture(scope="module")

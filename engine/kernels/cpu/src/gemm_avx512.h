@@ -1,0 +1,75 @@
+// GEMM tiles with AVX512-VNNI: vpdpbusd multiplies unsigned weights by four signed activations, which are broadcast.
+//
+// R rows by C tiles stay in registers: 2 * R * C accumulators, and a broadcast serves C products. Weights are read once
+// and in order, so the first rows that use them ask for them ahead: without that, a step of few rows waits for each line.
+#pragma once
+
+#include <immintrin.h>
+
+static const int WIDE_ROWS = 6, WIDE_TILES = 2, TALL_ROWS = 12;
+static const int PREFETCH_BYTES = 8192;
+
+static inline __m512i four_inputs(const int8_t* x) {
+    int32_t word;
+    memcpy(&word, x, 4);
+    return _mm512_set1_epi32(word);
+}
+
+template <int KIND, int R, int C>
+static inline void gemm_tile(const Matrix& w, int tile, const Rows& x, int row, bool is_first, float* out,
+                             int64_t stride) {
+    const int groups = w.num_groups;
+    const uint8_t* quants = tile_quants(w, tile, 0);
+    const uint16_t* scales = tile_scales(w, tile, 0);
+    const int64_t at = (int64_t)row * groups, tile_bytes = w.tile_bytes;
+    const __m512i low_half = _mm512_set1_epi8(15);
+    __m512 sum[C][R];
+    for (int t = 0; t < C; t++)
+        for (int r = 0; r < R; r++) sum[t][r] = _mm512_setzero_ps();
+    for (int g = 0; g < groups; g++, quants += KIND == Q8_0 ? 512 : 256, scales += TILE) {
+        __m512i dot[C][R];
+        for (int r = 0; r < R; r++) {
+            const int64_t i = at + r * groups + g;
+            const __m512i start = KIND == Q4_0   ? _mm512_set1_epi32(x.minus_8[i])
+                                  : KIND == Q8_0 ? _mm512_set1_epi32(x.minus_128[i])
+                                                 : _mm512_setzero_si512();
+            for (int t = 0; t < C; t++) dot[t][r] = start;
+        }
+        for (int t = 0; t < (is_first ? C : 0); t++)
+            for (int line = 0; line < (KIND == Q8_0 ? 9 : 5); line++)
+                _mm_prefetch((const char*)(quants + t * tile_bytes + PREFETCH_BYTES + line * 64), _MM_HINT_T0);
+        const int8_t* inputs = x.quants + (at + g) * GROUP;
+#pragma GCC unroll 8
+        for (int c = 0; c < (KIND == Q8_0 ? 8 : 4); c++) {
+            __m512i low[C], high[C];
+            for (int t = 0; t < C; t++) {
+                low[t] = _mm512_loadu_si512(quants + t * tile_bytes + c * 64);
+                if (KIND == Q8_0) continue;
+                high[t] = _mm512_and_si512(_mm512_srli_epi16(low[t], 4), low_half);
+                low[t] = _mm512_and_si512(low[t], low_half);
+            }
+            for (int r = 0; r < R; r++) {
+                const int8_t* in = inputs + r * groups * GROUP + c * 4;
+                const __m512i first = four_inputs(in);
+                for (int t = 0; t < C; t++) dot[t][r] = _mm512_dpbusd_epi32(dot[t][r], low[t], first);
+                if (KIND == Q8_0) continue;
+                const __m512i second = four_inputs(in + 16);
+                for (int t = 0; t < C; t++) dot[t][r] = _mm512_dpbusd_epi32(dot[t][r], high[t], second);
+            }
+        }
+        for (int t = 0; t < C; t++) {
+            const uint16_t* s = (const uint16_t*)((const uint8_t*)scales + t * tile_bytes);
+            const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)s));
+            for (int r = 0; r < R; r++) {
+                const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(x.scales[at + r * groups + g]));
+                sum[t][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[t][r]), both, sum[t][r]);
+            }
+            if (KIND != Q4_1) continue;
+            const __m512 minimum = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(s + groups * TILE)));
+            for (int r = 0; r < R; r++)
+                sum[t][r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(x.scaled_sums[at + r * groups + g]), sum[t][r]);
+        }
+    }
+    for (int t = 0; t < C; t++)
+        for (int r = 0; r < R; r++) _mm512_storeu_ps(out + r * stride + t * TILE, sum[t][r]);
+}

@@ -1,0 +1,259 @@
+// One step of the model: the program that every thread of the team runs.
+//
+//     embed
+//     each layer:  norm · q k v, bias, head norms, rope, KV write · attention · o + residual
+//                  · norm · gate up, silu * mul · down + residual
+//     norm · lm_head, for the rows whose logits are wanted
+//
+// Each `·` is a phase boundary. Where a step has few rows, the threads norm and quantize them each for itself, which is
+// quicker than waiting for one another. Nothing that decides a result depends on the number of rows or threads.
+#pragma once
+
+#include "model.h"
+
+static const int LOCAL_ROWS = 4;    // up to so many rows every thread norms for itself
+static const int PRODUCT_ROWS = 48; // rows of a product that stay in the cache until they are used
+static const int ROWS_PER_PART = 256;
+static const int UNIT_TILES = 2;
+static const int HEAD_UNIT_TILES = 16;  // of lm_head
+
+static inline int divide_up(int x, int by) { return (x + by - 1) / by; }
+
+// What a step's time is spent on, for `part_ns`; mirrored by `StepPart` in library.py.
+enum Part { PART_EMBED, PART_NORM, PART_QKV, PART_ATTENTION, PART_OUTPUT, PART_GATE_UP, PART_DOWN, PART_LM_HEAD };
+
+struct Program {
+    Team<Step>& team;
+    const Step& s;
+    const Model& m;
+    const ModelShape& shape;
+    ThreadScratch& own;
+    const int thread;  // 0 is the caller's
+    uint64_t number;   // of the next phase
+
+    template <class BODY> void phase(Part part, int num_chunks, BODY body) {
+        int64_t* spent = thread == 0 ? s.part_ns : nullptr;
+        const int64_t start = spent ? now_ns() : 0;
+        team.phase(thread, number++, num_chunks, body);
+        if (spent) spent[part] += now_ns() - start;
+    }
+
+    // Quantized rows made by `make(row, rows)`: here and now if they are few, else by the team into `shared`.
+    template <class MAKE> struct Input {
+        Rows rows;
+        MAKE make;
+        int missing;  // rows still to be made, by this thread
+        const Rows& get() {
+            for (; missing; missing--) make(missing - 1, rows);
+            return rows;
+        }
+    };
+    template <class MAKE> Input<MAKE> input(int num_rows, int num_inputs, const Rows& shared, MAKE make) {
+        if (num_rows <= LOCAL_ROWS) return {rows_in(own.local_rows, LOCAL_ROWS, num_inputs), make, num_rows};
+        const int per_chunk = std::max(1, std::min(8, num_rows / (2 * team.num_threads)));
+        phase(PART_NORM, divide_up(num_rows, per_chunk), [&](int chunk) {
+            for (int r = chunk * per_chunk; r < std::min(num_rows, (chunk + 1) * per_chunk); r++) make(r, shared);
+        });
+        return {shared, make, 0};
+    }
+
+    // Products of all rows with units of tiles; `use(row, count, products, unit)` takes them while they are in cache.
+    template <class INPUT, class USE>
+    void product_phase(Part kind, const Matrix& w, int unit_tiles, int num_rows, INPUT& in, USE use) {
+        const int units = divide_up(w.num_tiles, unit_tiles), parts = divide_up(num_rows, ROWS_PER_PART);
+        phase(kind, units * parts, [&](int chunk) {
+            const int unit = chunk % units, part = chunk / units, first = unit * unit_tiles;
+            const int tiles = std::min(unit_tiles, w.num_tiles - first);
+            product_rows(num_rows, part, parts, [&](int row, int count) {
+                gemm(w, first, tiles, in.get(), row, count, own.products, unit_tiles * TILE);
+                use(row, count, own.products, first);
+            });
+        });
+    }
+    template <class BODY> void product_rows(int num_rows, int part, int parts, BODY body) {
+        const int begin = (int)((int64_t)num_rows * part / parts), end = (int)((int64_t)num_rows * (part + 1) / parts);
+        for (int row = begin; row < end; row += PRODUCT_ROWS) body(row, std::min(PRODUCT_ROWS, end - row));
+    }
+
+    void embed() {
+        const int half = shape.head_dim / 2;
+        phase(PART_EMBED, s.num_rows, [&](int row) {
+            float* hidden = s.hidden + (int64_t)row * m.embedding.num_groups * GROUP;
+            dequantize_column(m.embedding, (int)s.token_ids[row], hidden);
+            for (int i = 0; i < half; i++) {
+                const float angle = (float)s.positions[row] * m.inverse_frequencies[i];
+                s.cosines[(int64_t)row * half + i] = (float)cos((double)angle);
+                s.sines[(int64_t)row * half + i] = (float)sin((double)angle);
+            }
+        });
+    }
+
+    float* hidden_row(int row) const { return s.hidden + (int64_t)row * m.embedding.num_groups * GROUP; }
+
+    auto normed(const float* weight) {
+        return [this, weight](int row, const Rows& rows) {
+            rms_norm_quantize(hidden_row(row), weight, shape.hidden_size, shape.rms_norm_eps, rows, row);
+        };
+    }
+
+    LayerCache layer_cache(int layer) const {
+        return {s.cache + layer * s.cache_layer_bytes, s.cache_block_bytes, s.cache_type, shape.num_kv_heads,
+                s.cache_block_size, shape.head_dim};
+    }
+
+    // Unit: one head of q, k or v.
+    void project(const Layer& layer, const LayerCache& cache) {
+        const int heads = shape.num_heads, kv_heads = shape.num_kv_heads, dim = m.padded_dim;
+        const int units = heads + 2 * kv_heads, parts = divide_up(s.num_rows, ROWS_PER_PART);
+        auto in = input(s.num_rows, shape.hidden_size, s.normed, normed(layer.vectors[INPUT_NORM]));
+        phase(PART_QKV, units * parts, [&](int chunk) {
+            const int unit = chunk % units, part = chunk / units;
+            const int slot = unit < heads ? SLOT_Q : unit < heads + kv_heads ? SLOT_K : SLOT_V;
+            const int head = slot == SLOT_Q ? unit : (unit - heads) % kv_heads;
+            const Matrix& w = layer.matrices[slot];
+            product_rows(s.num_rows, part, parts, [&](int row, int count) {
+                gemm(w, head * dim / TILE, dim / TILE, in.get(), row, count, own.products, dim);
+                for (int i = 0; i < count; i++) finish_head(layer, cache, slot, head, row + i, own.products + i * dim);
+            });
+        });
+    }
+
+    void finish_head(const Layer& layer, const LayerCache& cache, int slot, int head, int row, float* values) {
+        const int dim = shape.head_dim, half = dim / 2;
+        if (const float* bias = layer.vectors[Q_BIAS + slot])
+            for (int i = 0; i < dim; i++) values[i] += bias[head * dim + i];
+        if (slot == SLOT_V) return write_token(cache, s.slot_mapping[row], 1, head, values);
+        if (const float* weight = layer.vectors[Q_NORM + slot]) rms_norm(values, weight, dim, shape.rms_norm_eps);
+        const float* cosine = s.cosines + (int64_t)row * half;
+        const float* sine = s.sines + (int64_t)row * half;
+        for (int i = 0; i < half; i++) {
+            const float a = values[i], b = values[half + i];
+            values[i] = a * cosine[i] - b * sine[i];
+            values[half + i] = b * cosine[i] + a * sine[i];
+        }
+        if (slot == SLOT_K) return write_token(cache, s.slot_mapping[row], 0, head, values);
+        float* query = s.query + ((int64_t)row * shape.num_heads + head) * m.padded_dim;
+        const float scale = 1.0f / sqrtf((float)dim);
+        for (int i = 0; i < m.padded_dim; i++) query[i] = i < dim ? values[i] * scale : 0.0f;
+    }
+
+    void attention(const LayerCache& cache) {
+        const int group_size = shape.num_heads / shape.num_kv_heads, dim = m.padded_dim;
+        const AttentionShape geometry = {group_size, dim, shape.window, (int64_t)shape.num_heads * dim};
+        phase(PART_ATTENTION, s.num_items, [&](int index) {
+            const AttentionItem& item = s.items[index];
+            const int first_head = item.kv_head * group_size;
+            const AttentionRows rows = {s.query + ((int64_t)item.first_row * shape.num_heads + first_head) * dim,
+                                        item.num_rows, item.first_position,
+                                        s.block_tables + (int64_t)item.sequence * s.max_blocks, item.kv_head};
+            const int last = item.first_position + item.num_rows - 1;
+            const int oldest = shape.window && item.first_position >= shape.window ? item.first_position - shape.window + 1 : 0;
+            const int first_split = item.split < 0 ? oldest / SPLIT : item.split;
+            const int end_split = item.split < 0 ? last / SPLIT + 1 : item.split + 1;
+            AttentionState* states = own.states;
+            for (int q = 0; q < item.num_rows * group_size; q++) {
+                const int64_t head = (int64_t)(item.first_row + q / group_size) * shape.num_heads + first_head + q % group_size;
+                const int64_t at = head * s.num_parts + (item.split < 0 ? 0 : item.split);
+                states[q] = {s.largest + at, s.total + at, s.sums + at * dim};
+            }
+            attend(cache, geometry, rows, first_split, end_split, states, own.attention);
+        });
+    }
+
+    // Join the parts of each head, divide by the total weight and quantize the row.
+    void finish_attention(int row, const Rows& rows) {
+        const int dim = m.padded_dim;
+        for (int head = 0; head < shape.num_heads; head++) {
+            const int64_t at = ((int64_t)row * shape.num_heads + head) * s.num_parts;
+            const AttentionState state = {s.largest + at, s.total + at, s.sums + at * dim};
+            float largest, total, sums[MAX_HEAD_DIM];
+            const AttentionState joined = {&largest, &total, sums};
+            largest = *state.largest, total = *state.total;
+            memcpy(sums, state.sums, (size_t)dim * sizeof(float));
+            for (int part = 1; part < s.num_parts; part++) {
+                if (s.total[at + part] == 0.0f) continue;
+                const float* part_sums = s.sums + (at + part) * dim;
+                if (total == 0.0f) {
+                    largest = s.largest[at + part], total = s.total[at + part];
+                    memcpy(sums, part_sums, (size_t)dim * sizeof(float));
+                } else {
+                    join_states(joined, s.largest[at + part], s.total[at + part], part_sums, dim);
+                }
+            }
+            const F inverse = f_set(1.0f / total);
+            for (int i = 0; i < dim; i += 16) f_store(sums + i, f_load(sums + i) * inverse);
+            memcpy(own.row + head * shape.head_dim, sums, (size_t)shape.head_dim * sizeof(float));
+        }
+        quantize_row(own.row, shape.num_heads * shape.head_dim, rows, row);
+    }
+
+    auto add_to_hidden(int num_columns) {
+        return [this, num_columns](int row, int count, const float* products, int first_tile) {
+            const int first = first_tile * TILE, columns = std::min(UNIT_TILES * TILE, num_columns - first);
+            for (int r = 0; r < count; r++) {
+                float* hidden = hidden_row(row + r) + first;
+                for (int i = 0; i < columns; i++) hidden[i] += products[r * UNIT_TILES * TILE + i];
+            }
+        };
+    }
+
+    // Unit: a group of 32 intermediate columns, quantized at once as the input of `down`.
+    void gate_and_up(const Layer& layer) {
+        const Matrix &gate = layer.matrices[SLOT_GATE], &up = layer.matrices[SLOT_UP];
+        const int units = divide_up(shape.intermediate_size, GROUP), parts = divide_up(s.num_rows, ROWS_PER_PART);
+        auto in = input(s.num_rows, shape.hidden_size, s.normed, normed(layer.vectors[POST_NORM]));
+        phase(PART_GATE_UP, units * parts, [&](int chunk) {
+            const int unit = chunk % units, part = chunk / units, first = unit * 2;
+            const int tiles = std::min(2, gate.num_tiles - first);
+            float* up_products = own.products + PRODUCT_ROWS * GROUP;
+            product_rows(s.num_rows, part, parts, [&](int row, int count) {
+                gemm(gate, first, tiles, in.get(), row, count, own.products, GROUP);
+                gemm(up, first, tiles, in.get(), row, count, up_products, GROUP);
+                for (int r = 0; r < count; r++) {
+                    F halves[2] = {f_zero(), f_zero()};
+                    for (int t = 0; t < tiles; t++) {
+                        const int at = r * GROUP + t * TILE;
+                        halves[t] = f_silu(f_load(own.products + at)) * f_load(up_products + at);
+                    }
+                    quantize_group(s.activated, row + r, unit, halves[0], halves[1]);
+                }
+            });
+        });
+    }
+
+    void run() {
+        embed();
+        for (int index = 0; index < shape.num_layers; index++) {
+            const Layer& layer = m.layer(index);
+            const LayerCache cache = layer_cache(index);
+            project(layer, cache);
+            if (thread == 0 && s.on_layer) s.on_layer(index);
+            attention(cache);
+            auto attended = input(s.num_rows, shape.num_heads * shape.head_dim, s.attended,
+                                  [this](int row, const Rows& rows) { finish_attention(row, rows); });
+            product_phase(PART_OUTPUT, layer.matrices[SLOT_O], UNIT_TILES, s.num_rows, attended, add_to_hidden(shape.hidden_size));
+            gate_and_up(layer);
+            auto activated = input(0, shape.intermediate_size, s.activated, [](int, const Rows&) {});
+            activated.rows = s.activated;
+            product_phase(PART_DOWN, layer.matrices[SLOT_DOWN], UNIT_TILES, s.num_rows, activated, add_to_hidden(shape.hidden_size));
+        }
+        if (!s.num_logit_rows) return;
+        auto final_rows = input(s.num_logit_rows, shape.hidden_size, s.final_rows, [this](int row, const Rows& rows) {
+            rms_norm_quantize(hidden_row((int)s.logit_rows[row]), m.final_norm, shape.hidden_size, shape.rms_norm_eps, rows,
+                              row);
+        });
+        product_phase(PART_LM_HEAD, m.lm_head, HEAD_UNIT_TILES, s.num_logit_rows, final_rows,
+                      [this](int row, int count, const float* products, int first_tile) {
+                          const int first = first_tile * TILE;
+                          const int columns = std::min(HEAD_UNIT_TILES * TILE, shape.vocab_size - first);
+                          for (int r = 0; r < count; r++)
+                              memcpy(s.logits + (int64_t)(row + r) * shape.vocab_size + first,
+                                     products + r * HEAD_UNIT_TILES * TILE, (size_t)columns * sizeof(float));
+                      });
+    }
+};
+
+static void run_program(Team<Step>& team, const Step& step, uint64_t first_phase, int thread) {
+    ThreadScratch& own = const_cast<Model*>(step.model)->scratch[(size_t)thread];
+    Program{team, step, *step.model, step.model->shape, own, thread, first_phase}.run();
+}

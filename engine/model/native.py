@@ -1,0 +1,123 @@
+"""`LanguageModel` on the CPU in native code: a whole step in one call.
+
+Weights and activations are integers, so the result for a token is the same bits whatever is computed beside it: alone
+or in a batch, in one chunk or many, decoded or verified, with any number of threads, and on any CPU. The kernels are in
+`engine/kernels/cpu`, reading the weights in `native_weights.py`; here a step's tensors become pointers.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from torch import Tensor
+
+from engine.config import KvDtype, ModelConfig
+from engine.errors import InvalidRequest
+from engine.kernels.cpu.library import CachePointer, CacheType, NativeHandle, StepPointers
+from engine.model.batch import StepBatch
+from engine.model.kv_cache import KvCache
+
+_CPU = torch.device("cpu")
+_CACHE_TYPES = {
+    KvDtype.FP32: CacheType.FP32,
+    KvDtype.BF16: CacheType.BF16,
+    KvDtype.FP16: CacheType.FP16,
+    KvDtype.INT8: CacheType.INT8,
+}
+_NUMERICS = "native-int8-group32-1"
+"""Names the arithmetic. To be changed with anything that changes a bit of KV."""
+
+
+class NativeModel:
+    """`LanguageModel` over the native kernels; supports every KV dtype."""
+
+    def __init__(self, config: ModelConfig, weights_fingerprint: str, handle: NativeHandle) -> None:
+        """Take over a built model; `loader.load_model` is the way to one.
+
+        Args:
+            config: Its shape.
+            weights_fingerprint: From `weights.weights_fingerprint`.
+            handle: The model inside the library.
+        """
+        self._config = config
+        self._fingerprint = xxhash.xxh3_64_hexdigest(f"{weights_fingerprint}|{_NUMERICS}".encode())
+        self._handle = handle
+
+    @property
+    def config(self) -> ModelConfig:
+        """See `LanguageModel.config`."""
+        return self._config
+
+    @property
+    def fingerprint(self) -> str:
+        """See `LanguageModel.fingerprint`. Another one than the torch path's: its KV differs by rounding."""
+        return self._fingerprint
+
+    @property
+    def device(self) -> torch.device:
+        """See `LanguageModel.device`."""
+        return _CPU
+
+    def close(self) -> None:
+        """End the threads and free the weights at once rather than with the object."""
+        self._handle.close()
+
+    def measure(self) -> npt.NDArray[np.int64]:
+        """Start to measure steps: nanoseconds by `StepPart`, which every later `forward` adds to."""
+        return self._handle.measure()
+
+    def forward(self, batch: StepBatch, kv_cache: KvCache, on_layer: Callable[[int], None] | None = None) -> Tensor:
+        """See `LanguageModel.forward`.
+
+        Raises:
+            IndexError: A token, slot, block or row lies outside the model or the cache.
+            InvalidRequest: The cache is another model's, or not on the CPU.
+        """
+        num_rows, num_logit_rows = batch.token_ids.shape[0], batch.logit_rows.shape[0]
+        logits = torch.empty(num_logit_rows, self._config.vocab_size)
+        if num_rows == 0:
+            return logits
+        token_ids, positions = _array(batch.token_ids, torch.int64), _array(batch.positions, torch.int64)
+        slot_mapping, logit_rows = _array(batch.slot_mapping, torch.int64), _array(batch.logit_rows, torch.int64)
+        query_start, context_lens = _array(batch.query_start, torch.int32), _array(batch.context_lens, torch.int32)
+        block_tables = _array(batch.block_tables, torch.int32)
+        pointers = StepPointers(
+            token_ids=token_ids.data_ptr(),
+            positions=positions.data_ptr(),
+            slot_mapping=slot_mapping.data_ptr(),
+            query_start=query_start.data_ptr(),
+            context_lens=context_lens.data_ptr(),
+            block_tables=block_tables.data_ptr(),
+            logit_rows=logit_rows.data_ptr(),
+            logits=logits.data_ptr(),
+            num_rows=num_rows,
+            num_seqs=context_lens.shape[0],
+            max_blocks=block_tables.shape[1],
+            num_logit_rows=num_logit_rows,
+        )
+        self._handle.step(pointers, self._cache_pointer(kv_cache), on_layer)
+        return logits
+
+    def _cache_pointer(self, kv_cache: KvCache) -> CachePointer:
+        layout, config = kv_cache.layout, self._config
+        expected = (config.num_layers, config.num_kv_heads, config.head_dim)
+        if (layout.num_layers, layout.num_kv_heads, layout.head_dim) != expected:
+            raise InvalidRequest("kv_cache", "has another model's geometry")
+        storage = kv_cache.bytes
+        if storage.device.type != "cpu":
+            raise InvalidRequest("kv_cache", f"is on {storage.device}, the native kernels run on the CPU")
+        return CachePointer(
+            address=storage.data_ptr(),
+            layer_bytes=kv_cache.num_blocks * layout.block_bytes,
+            block_bytes=layout.block_bytes,
+            type=_CACHE_TYPES[layout.dtype],
+            block_size=layout.block_size,
+            num_blocks=kv_cache.num_blocks,
+        )
+
+
+def _array(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    # No copy in the usual case: the runner makes them like this.
+    return tensor.to(dtype=dtype, device=_CPU).contiguous()
