@@ -212,7 +212,9 @@ class Driver:
     async def next(self, request: EngineRequest, kind: type) -> Any:
         """Return the request's next event of a kind; an error event is raised, other kinds are skipped."""
         while True:
-            event = await asyncio.wait_for(self._events[request.request_id].get(), 20)
+            # Not wait_for: until Python 3.12 it may swallow a cancellation.
+            async with asyncio.timeout(20):
+                event = await self._events[request.request_id].get()
             if isinstance(event, session_pb2.RequestError):
                 raise from_status(event.status)
             if isinstance(event, kind):

@@ -83,8 +83,10 @@ class Registration:
 
     async def _keep_alive(self, interval_s: float) -> bool:
         """Wait one interval and renew; False when the worker must register again."""
+        # Not wait_for: until Python 3.12 it may swallow a cancellation.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), interval_s)
+            async with asyncio.timeout(interval_s):
+                await self._wake.wait()
         self._wake.clear()
         request = pb.KeepAliveRequest(
             worker_id=self._request.worker_id,

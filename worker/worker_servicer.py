@@ -87,7 +87,8 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         """Refuse new requests and wait for the running ones."""
         timeout_s = request.timeout_ms / 1000 or self._default_drain_timeout_s
         try:
-            await asyncio.wait_for(self._drain(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._drain()
         except TimeoutError:
             load = await self._read_load()
             return pb.DrainResponse(num_running=load.num_running + load.num_waiting)

@@ -273,7 +273,7 @@ async def test_lost_session_frees_everything_it_started(no_leaks: None, model: P
 
 async def test_mixed_cancelled_and_finished_requests_leave_both_pools_whole(no_leaks: None, model: Path) -> None:
     rng = random.Random(11)
-    expected = run_alone(make_engine(model), (requests := _requests(200, seed=9)))
+    expected = run_alone(make_engine(model), (requests := _requests(100, seed=9)))
     outcomes = {"finished": 0, "cancelled": 0}
 
     async def serve_or_cancel(pair: Pair, request: EngineRequest) -> None:
@@ -290,7 +290,7 @@ async def test_mixed_cancelled_and_finished_requests_leave_both_pools_whole(no_l
         outcomes["finished"] += 1
 
     async with run_pair(model, decode_engine={"num_blocks": 120}) as pair:
-        for start in range(0, 200, 25):
+        for start in range(0, 100, 25):
             await asyncio.gather(*(serve_or_cancel(pair, request) for request in requests[start : start + 25]))
         await settle(pair.is_idle)
-    assert min(outcomes.values()) >= 40, outcomes
+    assert min(outcomes.values()) >= 20, outcomes
