@@ -36,6 +36,10 @@ struct AttentionState {
     float* sums;
 };
 
+struct Range {
+    int first, end;
+};
+
 struct AttentionScratch {
     float* weights;     // [queries, SPLIT] scores, then weights
     float* split_sums;  // [queries, padded_dim]
@@ -44,14 +48,13 @@ struct AttentionScratch {
     float* keys;  // [SPLIT, padded_dim] where they must be widened
     float* values;
     float key_scales[SPLIT], value_scales[SPLIT];  // of int8
-    const uint8_t* key_runs[NUM_RUNS];             // where the kernels read RUN keys
+    const uint8_t* key_runs[NUM_RUNS];             // where RUN keys lie
     const uint8_t* value_runs[NUM_RUNS];
-    const uint8_t* cached_keys[NUM_RUNS];  // where they lie in the cache
-    const uint8_t* cached_values[NUM_RUNS];
+    Range* seen;  // [rows]
 };
 
 static inline int64_t attention_scratch_floats(int queries, int padded_dim) {
-    return (int64_t)queries * (SPLIT + padded_dim + 32) + (int64_t)2 * SPLIT * padded_dim + 64;
+    return (int64_t)queries * (SPLIT + padded_dim + 4) + (int64_t)2 * SPLIT * padded_dim;
 }
 
 static inline void attention_scratch_in(AttentionScratch* s, float* memory, int queries, int padded_dim) {
@@ -61,22 +64,27 @@ static inline void attention_scratch_in(AttentionScratch* s, float* memory, int 
     s->split_sums = s->weights + queries * SPLIT;
     s->split_largest = s->split_sums + queries * padded_dim;
     s->split_total = s->split_largest + queries;
+    s->seen = (Range*)(s->split_total + queries);
 }
 
 // Find the runs that hold keys first..end-1 (offsets in the split); copy them as fp32 if `is_widened`.
 static void load_split(const LayerCache& c, const AttentionRows& rows, int padded_dim, int split, int first, int end,
                        bool is_widened, AttentionScratch& s) {
     const int first_run = first / 16 * 2, end_run = (end + 15) / 16 * 2;
-    const int run_bytes = RUN * c.head_dim * element_bytes(c.type);
     for (int run = first_run; run < end_run; run++) {
         // The last run may only fill a vector of scores: its keys are not seen, any will do.
         const int position = split * SPLIT + (run * RUN < end ? run : run - 1) * RUN;
         const int64_t block = rows.block_table[position / c.block_size];
         const int offset = position % c.block_size;
-        s.cached_keys[run] = cached_token(c, block, 0, rows.kv_head, offset);
-        s.cached_values[run] = cached_token(c, block, 1, rows.kv_head, offset);
-        s.key_runs[run] = is_widened ? (const uint8_t*)(s.keys + run * RUN * padded_dim) : s.cached_keys[run];
-        s.value_runs[run] = is_widened ? (const uint8_t*)(s.values + run * RUN * padded_dim) : s.cached_values[run];
+        s.key_runs[run] = cached_token(c, block, 0, rows.kv_head, offset);
+        s.value_runs[run] = cached_token(c, block, 1, rows.kv_head, offset);
+        if (is_widened) {
+            float *keys = s.keys + run * RUN * padded_dim, *values = s.values + run * RUN * padded_dim;
+            widen_tokens(c.type, s.key_runs[run], RUN, c.head_dim, keys);
+            widen_tokens(c.type, s.value_runs[run], RUN, c.head_dim, values);
+            s.key_runs[run] = (const uint8_t*)keys;
+            s.value_runs[run] = (const uint8_t*)values;
+        }
         if (c.type == KV_INT8) {
             memcpy(s.key_scales + run * RUN, cached_scale(c, block, 0, rows.kv_head, offset), RUN * sizeof(float));
             memcpy(s.value_scales + run * RUN, cached_scale(c, block, 1, rows.kv_head, offset), RUN * sizeof(float));
@@ -85,19 +93,7 @@ static void load_split(const LayerCache& c, const AttentionRows& rows, int padde
     if (c.type == KV_INT8)  // slots that are not the sequence's may hold anything, and 0 times anything is not always 0
         for (int i = first_run * RUN; i < end_run * RUN; i++)
             if (i < first || i >= end) s.value_scales[i] = 0.0f;
-    for (int run = first_run; is_widened && run < end_run; run++) {
-        if (run + RUNS_AHEAD < end_run) {
-            prefetch(s.cached_keys[run + RUNS_AHEAD], run_bytes);
-            prefetch(s.cached_values[run + RUNS_AHEAD], run_bytes);
-        }
-        widen_tokens(c.type, s.cached_keys[run], RUN, c.head_dim, s.keys + run * RUN * padded_dim);
-        widen_tokens(c.type, s.cached_values[run], RUN, c.head_dim, s.values + run * RUN * padded_dim);
-    }
 }
-
-struct Range {
-    int first, end;
-};
 
 static inline Range seen_in_split(int position, int window, int split) {
     const int start = split * SPLIT, oldest = window && position >= window ? position - window + 1 : 0;
@@ -148,42 +144,46 @@ static inline void join_states(const AttentionState& state, float largest, float
         f_store(state.sums + i, f_fma(f_load(state.sums + i), k, f_load(sums + i) * a));
 }
 
-// One split of `attend`; TYPE is that of the runs.
+// One split of `attend`, of which the rows see keys first..end-1; TYPE is that of the runs.
 template <int TYPE>
-static NOT_INLINED void attend_split(const LayerCache& c, const AttentionShape& shape, const AttentionRows& rows, int split,
-                         const AttentionState* states, AttentionScratch& s) {
+static NOT_INLINED void attend_split(const AttentionShape& shape, const AttentionRows& rows, int first, int end,
+                                     bool has_scales, const AttentionState* states, AttentionScratch& s) {
     const int dim = shape.padded_dim, group = shape.group_size, queries = rows.num_rows * group;
-    const auto seen = [&](int q) { return seen_in_split(rows.first_position + q / group, shape.window, split); };
-    const int first = seen(0).first, end = seen(queries - 1).end, run_bytes = RUN * c.head_dim * element_bytes(TYPE);
-    const bool is_in_cache = s.key_runs[first / RUN] == s.cached_keys[first / RUN];
+    const int run_bytes = RUN * dim * element_bytes(TYPE), end_run = (end + RUN - 1) / RUN;
+    const bool is_few = queries <= WEIGHED_AT_ONCE;
+    for (int run = first / RUN; is_few && run < std::min(end_run, first / RUN + RUNS_AHEAD); run++)
+        prefetch(s.key_runs[run], run_bytes);
     for (int k = first / 16 * 16; k < end; k += 16) {
-        for (int run = k / RUN; is_in_cache && run < k / RUN + 2; run++) {
-            if ((run + RUNS_AHEAD) * RUN < end) prefetch(s.cached_keys[run + RUNS_AHEAD], run_bytes);
-            prefetch(s.cached_values[run], run_bytes);
+        for (int run = k / RUN; is_few && run < k / RUN + 2; run++) {
+            if (run + RUNS_AHEAD < end_run) prefetch(s.key_runs[run + RUNS_AHEAD], run_bytes);
+            if (run < end_run) prefetch(s.value_runs[run], run_bytes);
         }
-        for (int q = 0; q < queries; q += group) {  // the heads of a row see the same keys
-            if (seen(q).first >= k + 16 || seen(q).end <= k) continue;
-            const float* query = rows.query + q / group * shape.row_stride;
+        for (int row = 0; row < rows.num_rows; row++) {
+            if (s.seen[row].first >= k + 16 || s.seen[row].end <= k) continue;
+            const float* query = rows.query + row * shape.row_stride;
             for (int head = 0; head < group; head += SCORED_AT_ONCE)
                 score_16<TYPE>(std::min(SCORED_AT_ONCE, group - head), query + head * dim, dim, s.key_runs + k / RUN,
-                               s.weights + (q + head) * SPLIT + k);
+                               s.weights + (row * group + head) * SPLIT + k);
         }
     }
-    for (int q = 0; q < queries; q++)
-        soft_max(s.weights + q * SPLIT, seen(q), first, end, s, c.type == KV_INT8, s.split_largest + q, s.split_total + q);
+    for (int row = 0, q = 0; row < rows.num_rows; row++)
+        for (int head = 0; head < group; head++, q++)
+            soft_max(s.weights + q * SPLIT, s.seen[row], first, end, s, has_scales, s.split_largest + q, s.split_total + q);
     for (int q = 0; q < queries; q += WEIGHED_AT_ONCE) {
         const int count = std::min(WEIGHED_AT_ONCE, queries - q);
-        weigh_values<TYPE>(count, s.weights + q * SPLIT, s.value_runs, dim, seen(q).first, seen(q + count - 1).end,
-                           s.split_sums + q * dim);
+        const int from = s.seen[q / group].first, to = s.seen[(q + count - 1) / group].end;
+        weigh_values<TYPE>(count, s.weights + q * SPLIT, s.value_runs, dim, from, to, s.split_sums + q * dim);
     }
-    for (int q = 0; q < queries; q++) {
-        if (seen(q).first >= seen(q).end) continue;
-        if (*states[q].total == 0.0f) {  // the first split in which the row sees anything
-            *states[q].largest = s.split_largest[q];
-            *states[q].total = s.split_total[q];
-            memcpy(states[q].sums, s.split_sums + q * dim, (size_t)dim * sizeof(float));
-        } else {
-            join_states(states[q], s.split_largest[q], s.split_total[q], s.split_sums + q * dim, dim);
+    for (int row = 0, q = 0; row < rows.num_rows; row++) {
+        for (int head = 0; head < group; head++, q++) {
+            if (s.seen[row].first >= s.seen[row].end) continue;
+            if (*states[q].total == 0.0f) {  // the first split in which the row sees anything
+                *states[q].largest = s.split_largest[q];
+                *states[q].total = s.split_total[q];
+                memcpy(states[q].sums, s.split_sums + q * dim, (size_t)dim * sizeof(float));
+            } else {
+                join_states(states[q], s.split_largest[q], s.split_total[q], s.split_sums + q * dim, dim);
+            }
         }
     }
 }
@@ -192,20 +192,21 @@ static NOT_INLINED void attend_split(const LayerCache& c, const AttentionShape& 
 // row sees nothing there.
 static void attend(const LayerCache& c, const AttentionShape& shape, const AttentionRows& rows, int first_split,
                    int end_split, const AttentionState* states, AttentionScratch& s) {
-    const int queries = rows.num_rows * shape.group_size, last = rows.first_position + rows.num_rows - 1;
+    const int queries = rows.num_rows * shape.group_size;
     // Elements are converted as they are read if few queries read them, else once, into the scratch.
     const bool is_whole = c.head_dim == shape.padded_dim, is_few = queries <= WEIGHED_AT_ONCE;
-    const bool is_widened = !is_whole || (c.type != KV_FP32 && !is_few);
+    const bool is_widened = !is_whole || (c.type != KV_FP32 && !is_few), has_scales = c.type == KV_INT8;
     const int type = is_widened ? KV_FP32 : c.type;
     for (int q = 0; q < queries; q++) *states[q].total = 0.0f;
     for (int split = first_split; split < end_split; split++) {
-        const int first = seen_in_split(rows.first_position, shape.window, split).first;
-        const int end = seen_in_split(last, shape.window, split).end;
+        for (int row = 0; row < rows.num_rows; row++)
+            s.seen[row] = seen_in_split(rows.first_position + row, shape.window, split);
+        const int first = s.seen[0].first, end = s.seen[rows.num_rows - 1].end;
         if (first >= end) continue;
         load_split(c, rows, shape.padded_dim, split, first, end, is_widened, s);
-        if (type == KV_FP32) attend_split<KV_FP32>(c, shape, rows, split, states, s);
-        else if (type == KV_BF16) attend_split<KV_BF16>(c, shape, rows, split, states, s);
-        else if (type == KV_FP16) attend_split<KV_FP16>(c, shape, rows, split, states, s);
-        else attend_split<KV_INT8>(c, shape, rows, split, states, s);
+        if (type == KV_FP32) attend_split<KV_FP32>(shape, rows, first, end, has_scales, states, s);
+        else if (type == KV_BF16) attend_split<KV_BF16>(shape, rows, first, end, has_scales, states, s);
+        else if (type == KV_FP16) attend_split<KV_FP16>(shape, rows, first, end, has_scales, states, s);
+        else attend_split<KV_INT8>(shape, rows, first, end, has_scales, states, s);
     }
 }

@@ -11,7 +11,8 @@
 static const int SPLIT = 256;
 static const int RUN = 8;  // keys that surely lie together: the smallest block
 static const int NUM_RUNS = SPLIT / RUN;
-static const int RUNS_AHEAD = 4;  // asked for before their use: memory is slower than the arithmetic on it
+
+static const int RUNS_AHEAD = 4;  // asked for before their use, where little is computed on each
 
 #if defined(__AVX512F__)
 static const int SCORED_AT_ONCE = 3, WEIGHED_AT_ONCE = 6, LANES_AT_ONCE = 4;
