@@ -80,15 +80,16 @@ class ModelRunner:
                 first = query_start[-1] - 1 - len(chunk.draft_token_ids)
                 logit_rows.extend(range(first, query_start[-1]))
         device = self.model.device
+        # Ranges and tables are read by the host to plan launches; only what the kernels read goes to the device.
         return StepBatch(
             token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
             positions=torch.as_tensor(positions, dtype=torch.int64, device=device),
             slot_mapping=torch.as_tensor(np.concatenate(slots), dtype=torch.int64, device=device),
-            query_start=torch.tensor(query_start, dtype=torch.int32, device=device),
+            query_start=torch.tensor(query_start, dtype=torch.int32),
             context_lens=torch.tensor(
                 [chunk.start + chunk.num_rows for chunk in chunks], dtype=torch.int32, device=device
             ),
-            block_tables=torch.as_tensor(block_tables, device=device),
+            block_tables=torch.as_tensor(block_tables),
             logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
         )
 
