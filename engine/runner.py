@@ -86,9 +86,7 @@ class ModelRunner:
             positions=torch.as_tensor(positions, dtype=torch.int64, device=device),
             slot_mapping=torch.as_tensor(np.concatenate(slots), dtype=torch.int64, device=device),
             query_start=torch.tensor(query_start, dtype=torch.int32),
-            context_lens=torch.tensor(
-                [chunk.start + chunk.num_rows for chunk in chunks], dtype=torch.int32, device=device
-            ),
+            context_lens=torch.tensor(context_lens, dtype=torch.int32),
             block_tables=torch.as_tensor(block_tables),
             logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
         )
