@@ -147,6 +147,8 @@ class Driver:
         self._tasks: list[asyncio.Task[None]] = []
         self._write_lock = asyncio.Lock()
         self.num_step_messages = 0
+        self.traceparent = ""
+        """Trace context that goes with every command."""
 
     async def connect(self, decode: HarnessWorker, prefill: HarnessWorker | None) -> None:
         """Open the sessions and announce decode to prefill."""
@@ -204,7 +206,7 @@ class Driver:
     async def reserve(self, request: EngineRequest, attempt: int = 1) -> decode_service_pb2.ReservedEvent:
         """Ask decode for blocks and return its grant."""
         self._events.setdefault(request.request_id, asyncio.Queue())
-        message = engine_request_to_proto(request, attempt=attempt, timeout_ms=0, traceparent="")
+        message = engine_request_to_proto(request, attempt=attempt, timeout_ms=0, traceparent=self.traceparent)
         await self._write(self._decode, DecodeCommand(reserve=decode_service_pb2.ReserveCommand(request=message)))
         reserved: decode_service_pb2.ReservedEvent = await self.next(request, decode_service_pb2.ReservedEvent)
         return reserved
@@ -224,7 +226,7 @@ class Driver:
         self, request: EngineRequest, reserved: decode_service_pb2.ReservedEvent, attempt: int = 1
     ) -> None:
         """Send a reserved request to the prefill worker."""
-        message = engine_request_to_proto(request, attempt=attempt, timeout_ms=0, traceparent="")
+        message = engine_request_to_proto(request, attempt=attempt, timeout_ms=0, traceparent=self.traceparent)
         command = prefill_service_pb2.PrefillCommand(request=message, kv_handle=reserved.kv_handle)
         await self._write(self._prefill, PrefillCommand(prefill=command))
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.trace import SpanContext
 
 from engine.config import KvDtype, SchedulerConfig
 from engine.errors import CapacityError, ContextTooLong, InvalidRequest, LeaseExpired, LeaseUnknown
+from engine.serving.telemetry import in_memory_spans, span, traceparent
 from engine.types import EngineRequest
 from kvrelay.v1 import decode_service_pb2, prefill_service_pb2
 from tests.engine_driver import make_engine, make_request, run_alone
@@ -178,6 +180,27 @@ async def test_many_streams_share_step_messages(no_leaks: None, model: Path) -> 
         await _serve(pair, requests)
         # 16 first tokens at most one by one, then one message per step for all 16 streams.
         assert pair.driver.num_step_messages < 16 + 3 * 40
+
+
+async def test_one_trace_spans_both_tiers_and_the_transfer(no_leaks: None, model: Path) -> None:
+    request = make_request(1, range(5, 45), max_tokens=5, ignore_eos=True)
+    async with run_pair(model) as pair:
+        with in_memory_spans() as exporter, span("gateway.generate") as root:
+            pair.driver.traceparent = traceparent(root)
+            await pair.driver.generate(request)
+            await settle(pair.is_idle)
+    spans = {finished.name: finished for finished in exporter.get_finished_spans()}
+    assert {"prefill", "kv.export", "kv.import", "decode"} <= set(spans)
+    assert len({finished.context.trace_id for finished in spans.values()}) == 1
+    for child, parent in (("prefill", "gateway.generate"), ("kv.export", "prefill"), ("kv.import", "prefill")):
+        assert _span_id(spans[child].parent) == _span_id(spans[parent].context)
+    sizes = [(spans[name].attributes or {}).get("num_bytes") for name in ("kv.export", "kv.import")]
+    assert sizes[0] == sizes[1] is not None
+
+
+def _span_id(context: SpanContext | None) -> int:
+    assert context is not None
+    return context.span_id
 
 
 async def test_later_epoch_fences_the_first_writer(no_leaks: None, model: Path) -> None:
