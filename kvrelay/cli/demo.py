@@ -24,7 +24,7 @@ FIRST_PROMPT = "What is the capital of France? Answer in one sentence."
 CONCURRENT_PROMPTS = (
     "Name three primary colors.",
     "Write one sentence about the sea.",
-    "What is 2 + 2?",
+    "What do bees make?",
     "Give me one tip for sleeping well.",
 )
 
