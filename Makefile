@@ -22,7 +22,7 @@ serve: setup ## a local cluster that stays up; e.g. make serve ARGS="--prefill 2
 	@$(BIN)/kvrelay serve --model smollm2 $(ARGS)
 
 test: lint ## lint, types, import rules, and the whole suite except gpu and soak
-	@$(BIN)/python -m pytest -m "not gpu and not soak" -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest -m "not gpu and not soak" -n auto --dist loadfile $(ARGS)
 
 test-gpu: setup ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)

@@ -35,11 +35,7 @@ _SLOW_TIMEOUT_S = 600
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give slow tests a longer default timeout, unless they name their own, and run them first.
-
-    Their files take minutes each: begun last, they would leave the other cores idle at the end.
-    """
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Give tests marked slow a longer default than `timeout` in pyproject.toml, unless they name their own."""
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(_SLOW_TIMEOUT_S))
