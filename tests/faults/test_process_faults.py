@@ -23,7 +23,7 @@ NUM_REQUESTS = 6
 PROMPT_TOKENS = 500
 DEADLINE_S = 60.0
 LEASE_TTL_S = 1.0
-MOMENTS_S = [0.0, 0.1, 0.4]
+MOMENTS_S = [0.0, 0.3]
 """When the fault strikes after the requests were sent: reservation, prefill, transfer, commit, decode."""
 
 
@@ -163,7 +163,7 @@ async def test_decode_worker_that_stops_for_a_while_and_wakes_up(
     await _settle(client, num_workers=3)
 
 
-@pytest.mark.parametrize("moment_s", MOMENTS_S[1:])
+@pytest.mark.parametrize("moment_s", MOMENTS_S)
 async def test_killed_gateway_frees_all_that_its_session_had_started(
     cluster: LocalCluster, client: AsyncClient, expected: list[tuple[int, ...]], moment_s: float
 ) -> None:
