@@ -15,9 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.config import ModelConfig
+from engine.kernels.cpu.build import KernelsUnavailable
 from engine.kernels.cpu.library import (
     EMBEDDING,
     LM_HEAD,
+    MAX_HEAD_DIM,
     MatrixSlot,
     ModelShape,
     NativeHandle,
@@ -148,8 +150,11 @@ def load_native_weights(
         progress: Called with (bytes loaded, bytes in all) as they lie in memory, after each part.
 
     Raises:
+        KernelsUnavailable: The model's heads are too large for the kernels.
         MemoryError: There is no room for the weights.
     """
+    if config.head_dim > MAX_HEAD_DIM:
+        raise KernelsUnavailable(f"heads of {config.head_dim} elements are above {MAX_HEAD_DIM}")
     matrices = tuple(_matrices(config))
     sizes = [_packed_bytes(library, matrix, blocks) for matrix in matrices]
     vectors = {name: reader.read(name).numpy() for name in _vector_parameters(config)}

@@ -370,7 +370,11 @@ def test_closing_ends_the_threads(quantized_gguf: Callable[[str], Path]) -> None
     model = load_model(str(quantized_gguf("llama")), num_threads=4)
     assert isinstance(model, NativeModel)
     assert num_os_threads() == before + 3
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    assert names.count("kvrelay-step") >= 3
     logits_of(MiniDriver(model), prompt_ids(0, 20))
     model.close()
     assert num_os_threads() == before
     model.close()
+    with pytest.raises(ValueError, match="closed"):
+        logits_of(MiniDriver(model), prompt_ids(0, 20))

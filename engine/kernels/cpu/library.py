@@ -20,6 +20,8 @@ from engine.kernels.cpu.build import KernelsUnavailable, build_library, choose_i
 
 _LayerCallback = ctypes.CFUNCTYPE(None, ctypes.c_int32)
 _OK, _NO_MEMORY = 0, 1
+MAX_HEAD_DIM = 512
+"""Mirrors src/kv_cache.h."""
 
 
 class WeightKind(IntEnum):
@@ -273,9 +275,12 @@ class NativeHandle:
         """Compute a step. The arrays must stay alive and unchanged until it returns.
 
         Raises:
+            ValueError: The handle is closed.
             IndexError: A token, slot, block or row lies outside the model, the cache or the step.
             MemoryError: There is no workspace for so many rows.
         """
+        if self._model is None:
+            raise ValueError("the model is closed")
         arguments = self._arguments
         for name in _POINTER_FIELDS:
             setattr(arguments, name, getattr(pointers, name))

@@ -1,4 +1,4 @@
-"""Single native kernels on numpy arrays: what tests and measurements call. A model step does not pass here."""
+"""Single native kernels on numpy arrays, for sampling, tests and measurements. A model step does not pass here."""
 
 import ctypes
 from dataclasses import dataclass
@@ -84,6 +84,15 @@ class SingleKernels:
         ):
             function = getattr(library, name)
             function.restype, function.argtypes = None, arguments
+        library.kvr_noise_candidates.restype = i32
+        library.kvr_noise_candidates.argtypes = (
+            pointer,
+            pointer,
+            i32,
+            ctypes.c_uint64,
+            ctypes.c_uint32,
+            pointer,
+        )
 
     def exp(self, x: _Floats) -> _Floats:
         """e^x of values <= 0; their number is a multiple of 16."""
@@ -117,6 +126,31 @@ class SingleKernels:
             kind, num_columns, x.shape[1], blocks, weights.shape[1], values, x.ctypes.data, x.shape[0], out.ctypes.data
         )
         return out[:, :num_columns]
+
+    def noise_candidates(
+        self, weights: _Floats, seed: int, position: int, token_ids: npt.NDArray[np.int64] | None = None
+    ) -> npt.NDArray[np.int32]:
+        """Indices that may have the largest weight + Gumbel noise: few, and the winner among them.
+
+        Noise as in `engine/sampling/noise.py`, at a fraction of the cost for a whole vocabulary.
+
+        Args:
+            weights: [n] log-weights; -inf never wins.
+            seed: 64-bit seed.
+            position: Position that the noise is keyed by.
+            token_ids: [n] token of each weight; None = the index itself.
+        """
+        weights = np.ascontiguousarray(weights, np.float32)
+        ids = None if token_ids is None else np.ascontiguousarray(token_ids, np.int64)
+        if ids is not None and ids.shape != weights.shape:
+            raise ValueError(f"{ids.size} token ids for {weights.size} weights")
+        out = np.empty(weights.size, np.int32)
+        count = self._library.kvr_noise_candidates(
+            weights.ctypes.data, None if ids is None else ids.ctypes.data, weights.size, seed, position, out.ctypes.data
+        )
+        if count < 0:
+            raise MemoryError(f"no memory to sample from {weights.size} tokens")
+        return out[:count]
 
     def attention(
         self, query: _Floats, kv: _Floats, cache: PagedCache, geometry: Geometry, window: int | None, rows_at_once: int

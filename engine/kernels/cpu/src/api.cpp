@@ -1,4 +1,5 @@
-// The C interface that library.py binds. One translation unit: everything else is included, so the compiler sees it all.
+// The C interface that library.py binds. One translation unit: everything else is included, so the compiler sees it
+// all.
 //
 // Functions return 0 or an error number; nothing throws across the boundary. A model is used by one thread at a time.
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -8,8 +9,8 @@
 
 enum Error { OK = 0, NO_MEMORY = 1, BAD_ARGUMENT = 2 };
 
-static const int MAX_QUERIES = 24;       // query heads of the rows that are attended together, at least one row
-static const int MAX_SPLIT_ROWS = 16;    // steps of so few rows may spread one sequence's context over threads
+static const int MAX_QUERIES = 24;     // query heads of the rows that are attended together, at least one row
+static const int MAX_SPLIT_ROWS = 16;  // steps of so few rows may spread one sequence's context over threads
 static const int EMBEDDING = -1, LM_HEAD = -2;
 
 static Matrix* matrix_at(Model* m, int layer, int slot) {
@@ -57,21 +58,26 @@ static bool open_scratch(Model* m, int num_threads) {
 
 EXPORT Model* kvr_model_new(const ModelShape* shape, int32_t num_threads, int64_t weight_bytes) {
     if (shape->head_dim > MAX_HEAD_DIM || num_threads < 1) return nullptr;
-    Model* m = new Model();
-    m->shape = *shape;
-    m->padded_dim = round_up(shape->head_dim, 16);
-    m->query_rows = std::max(1, MAX_QUERIES / (shape->num_heads / shape->num_kv_heads));
-    m->layers.resize((size_t)shape->num_layers);
-    if (!m->arena.open(weight_bytes) || !open_scratch(m, num_threads)) {
-        kvr_model_free(m);
-        return nullptr;
+    Model* m = nullptr;
+    try {
+        m = new Model();
+        m->shape = *shape;
+        m->padded_dim = round_up(shape->head_dim, 16);
+        m->query_rows = std::max(1, MAX_QUERIES / (shape->num_heads / shape->num_kv_heads));
+        m->layers.resize((size_t)shape->num_layers);
+        if (m->arena.open(weight_bytes) && open_scratch(m, num_threads)) {
+            m->team = new Team<Step>(num_threads, run_program);
+            return m;
+        }
+    } catch (...) {  // no memory or no threads: as if the arena were refused
     }
-    m->team = new Team<Step>(num_threads, run_program);
-    return m;
+    kvr_model_free(m);
+    return nullptr;
 }
 
 // Make room for a matrix. Columns are filled by one of the two functions below; rows[column] < 0 leaves it zero.
-EXPORT int32_t kvr_add_matrix(Model* m, int32_t layer, int32_t slot, int32_t kind, int32_t num_columns, int32_t num_inputs) {
+EXPORT int32_t kvr_add_matrix(Model* m, int32_t layer, int32_t slot, int32_t kind, int32_t num_columns,
+                              int32_t num_inputs) {
     Matrix* w = matrix_at(m, layer, slot);
     matrix_shape(w, kind, num_columns, num_inputs);
     w->data = (uint8_t*)m->arena.take(matrix_bytes(*w));
@@ -168,12 +174,40 @@ static void plan_attention(Model* m, const StepArguments& a, Step* step) {
         for (int row = first + (end - first - 1) / m->query_rows * m->query_rows; row >= first; row -= m->query_rows)
             for (int head = 0; head < kv_heads; head++)
                 for (int split = by_split ? 0 : -1; split < (by_split ? num_splits : 0); split++)
-                    m->items.push_back({seq, row, std::min(m->query_rows, end - row),
-                                        a.context_lens[seq] - (end - row), head, split});
+                    m->items.push_back(
+                        {seq, row, std::min(m->query_rows, end - row), a.context_lens[seq] - (end - row), head, split});
     }
     step->items = m->items.data();
     step->num_items = (int)m->items.size();
     step->num_parts = by_split ? num_splits : 1;
+}
+
+// Pick the rows that the last layer computes, and the items that hold them, cut down to one row where others don't
+// count.
+static void plan_last_layer(Model* m, const StepArguments& a, Step* step) {
+    std::vector<uint8_t> is_wanted((size_t)a.num_rows, 0);
+    m->last_rows.clear();
+    m->last_items.clear();
+    for (int i = 0; i < a.num_logit_rows; i++) {
+        const size_t row = (size_t)a.logit_rows[i];
+        if (!is_wanted[row]) m->last_rows.push_back((int32_t)row);
+        is_wanted[row] = 1;
+    }
+    for (const AttentionItem& item : m->items) {
+        int wanted = 0;
+        for (int i = 0; i < item.num_rows; i++) wanted += is_wanted[(size_t)(item.first_row + i)];
+        if (wanted == item.num_rows) m->last_items.push_back(item);
+        for (int i = 0; wanted < item.num_rows && i < item.num_rows; i++) {
+            if (!is_wanted[(size_t)(item.first_row + i)]) continue;
+            AttentionItem one = item;
+            one.first_row += i, one.first_position += i, one.num_rows = 1;
+            m->last_items.push_back(one);
+        }
+    }
+    step->last_rows = m->last_rows.data();
+    step->num_last_rows = (int)m->last_rows.size();
+    step->last_items = m->last_items.data();
+    step->num_last_items = (int)m->last_items.size();
 }
 
 // Lay out the arrays of a step. Called twice: to measure (memory null) and to place.
@@ -187,7 +221,9 @@ static int64_t place(const Model* m, Step* s, uint8_t* memory) {
         return p;
     };
     const auto floats = [&](int64_t n) { return (float*)take(n * 4); };
-    const auto quantized = [&](int64_t n, int inputs) { return rows_in(take(rows_bytes((int)n, inputs)), (int)n, inputs); };
+    const auto quantized = [&](int64_t n, int inputs) {
+        return rows_in(take(rows_bytes((int)n, inputs)), (int)n, inputs);
+    };
     s->hidden = floats(rows * m->embedding.num_groups * GROUP);
     s->query = floats(rows * heads * m->padded_dim);
     s->largest = floats(rows * heads * s->num_parts);
@@ -223,7 +259,12 @@ EXPORT int32_t kvr_step(Model* m, const StepArguments* arguments) {
     step.num_rows = a.num_rows;
     step.num_logit_rows = a.num_logit_rows;
     step.max_blocks = a.max_blocks;
-    plan_attention(m, a, &step);
+    try {
+        plan_attention(m, a, &step);
+        plan_last_layer(m, a, &step);
+    } catch (...) {
+        return NO_MEMORY;
+    }
     const int64_t bytes = place(m, &step, nullptr);
     if (bytes > m->workspace_bytes) {
         free(m->workspace);

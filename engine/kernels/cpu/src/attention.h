@@ -2,7 +2,8 @@
 // draft to verify and a row of a prefill chunk, so a row's bits do not depend on which of these it is.
 //
 // Keys go in splits of SPLIT positions counted from 0. In a split, a row takes its largest score m, the weights
-// e^(score - m), their sum and the weighted sum of V; splits are then joined in order (online softmax, arXiv 2205.14135).
+// e^(score - m), their sum and the weighted sum of V; splits are then joined in order (online softmax, arXiv
+// 2205.14135).
 //
 //     score    head_dim products in 16 lanes, lanes folded in halves            (any number of keys at once)
 //     sum      weights in 16 lanes by position, lanes folded in halves
@@ -90,9 +91,6 @@ static void load_split(const LayerCache& c, const AttentionRows& rows, int padde
             memcpy(s.value_scales + run * RUN, cached_scale(c, block, 1, rows.kv_head, offset), RUN * sizeof(float));
         }
     }
-    if (c.type == KV_INT8)  // slots that are not the sequence's may hold anything, and 0 times anything is not always 0
-        for (int i = first_run * RUN; i < end_run * RUN; i++)
-            if (i < first || i >= end) s.value_scales[i] = 0.0f;
 }
 
 static inline Range seen_in_split(int position, int window, int split) {
@@ -168,7 +166,8 @@ static NOT_INLINED void attend_split(const AttentionShape& shape, const Attentio
     }
     for (int row = 0, q = 0; row < rows.num_rows; row++)
         for (int head = 0; head < group; head++, q++)
-            soft_max(s.weights + q * SPLIT, s.seen[row], first, end, s, has_scales, s.split_largest + q, s.split_total + q);
+            soft_max(s.weights + q * SPLIT, s.seen[row], first, end, s, has_scales, s.split_largest + q,
+                     s.split_total + q);
     for (int q = 0; q < queries; q += WEIGHED_AT_ONCE) {
         const int count = std::min(WEIGHED_AT_ONCE, queries - q);
         const int from = s.seen[q / group].first, to = s.seen[(q + count - 1) / group].end;

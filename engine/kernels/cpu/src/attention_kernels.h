@@ -87,7 +87,8 @@ static inline void weigh_lanes(const float* weights, const uint8_t* const* runs,
 }
 
 template <int TYPE, int QUERIES>
-static inline void weigh_all(const float* weights, const uint8_t* const* runs, int dim, int first, int end, float* out) {
+static inline void weigh_all(const float* weights, const uint8_t* const* runs, int dim, int first, int end,
+                             float* out) {
     int lane = 0;
     for (; lane + LANES_AT_ONCE * 16 <= dim; lane += LANES_AT_ONCE * 16)
         weigh_lanes<TYPE, QUERIES, LANES_AT_ONCE>(weights, runs, dim, lane, first, end, out);
@@ -96,8 +97,8 @@ static inline void weigh_all(const float* weights, const uint8_t* const* runs, i
 
 // out[query, dim] = sum over keys first..end-1 of weight[query, key] * value[key, dim], for `count` queries.
 template <int TYPE>
-static inline void weigh_values(int count, const float* weights, const uint8_t* const* runs, int dim, int first, int end,
-                                float* out) {
+static inline void weigh_values(int count, const float* weights, const uint8_t* const* runs, int dim, int first,
+                                int end, float* out) {
     switch (count) {
 #define CASE(Q) \
     case Q: return weigh_all<TYPE, (Q <= WEIGHED_AT_ONCE ? Q : 1)>(weights, runs, dim, first, end, out);

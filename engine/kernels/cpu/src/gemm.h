@@ -5,8 +5,8 @@
 //
 //     out = fma(float(dot), weight scale * row scale, out);   Q4_1 also: out = fma(minimum, row scale * row sum, out)
 //
-// A variant provides gemm_tile<KIND, R, C>: R rows by C tiles of 16 columns, everything in registers, and which R and C
-// its registers hold: up to WIDE_ROWS rows by WIDE_TILES tiles, up to TALL_ROWS by one.
+// A variant provides gemm_tile<KIND, R, C>: R rows by C tiles of 16 columns, everything in registers, and how many of
+// each it takes: up to ROWS_AT_ONCE rows by TILES_AT_ONCE tiles.
 #pragma once
 
 #include "activations.h"
@@ -22,11 +22,10 @@
 template <int KIND, int C>
 static void gemm_rows(const Matrix& w, int tile, const Rows& x, int row, int num_rows, bool is_first, float* out,
                       int64_t stride) {
-    const int most = C == WIDE_TILES ? WIDE_ROWS : TALL_ROWS;
     switch (num_rows) {
 #define CASE(R) \
-    case R: return gemm_tile<KIND, (R <= most ? R : 1), C>(w, tile, x, row, is_first, out, stride);
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+    case R: return gemm_tile<KIND, (R <= ROWS_AT_ONCE ? R : 1), C>(w, tile, x, row, is_first, out, stride);
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
 #undef CASE
     }
 }
@@ -34,7 +33,7 @@ static void gemm_rows(const Matrix& w, int tile, const Rows& x, int row, int num
 template <int KIND, int C>
 static void gemm_tiles(const Matrix& w, int first_tile, int num_tiles, const Rows& x, int first_row, int num_rows,
                        float* out, int64_t stride) {
-    const int most = C == WIDE_TILES ? WIDE_ROWS : TALL_ROWS, num_parts = (num_rows + most - 1) / most;
+    const int num_parts = (num_rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
     for (int t = 0; t < num_tiles; t += C) {
         for (int part = 0; part < num_parts; part++) {  // parts of nearly equal size
             const int begin = num_rows * part / num_parts, end = num_rows * (part + 1) / num_parts;
@@ -45,13 +44,11 @@ static void gemm_tiles(const Matrix& w, int first_tile, int num_tiles, const Row
 }
 
 template <int KIND>
-static NOT_INLINED void gemm_kind(const Matrix& w, int first_tile, int num_tiles, const Rows& x, int first_row, int num_rows,
-                      float* out, int64_t stride) {
-    const bool is_tall = num_rows > WIDE_ROWS && num_rows <= TALL_ROWS;  // one pass over the weights beats two
-    const int num_wide = is_tall ? 0 : num_tiles / WIDE_TILES * WIDE_TILES;
-    gemm_tiles<KIND, WIDE_TILES>(w, first_tile, num_wide, x, first_row, num_rows, out, stride);
-    gemm_tiles<KIND, 1>(w, first_tile + num_wide, num_tiles - num_wide, x, first_row, num_rows, out + num_wide * TILE,
-                        stride);
+static NOT_INLINED void gemm_kind(const Matrix& w, int first_tile, int num_tiles, const Rows& x, int first_row,
+                                  int num_rows, float* out, int64_t stride) {
+    const int even = num_tiles / TILES_AT_ONCE * TILES_AT_ONCE, odd = num_tiles - even;
+    gemm_tiles<KIND, TILES_AT_ONCE>(w, first_tile, even, x, first_row, num_rows, out, stride);
+    gemm_tiles<KIND, 1>(w, first_tile + even, odd, x, first_row, num_rows, out + even * TILE, stride);
 }
 
 // out [num_rows, num_tiles * 16] with `stride` floats from row to row; padding columns come out as 0.

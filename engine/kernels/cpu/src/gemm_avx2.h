@@ -7,7 +7,7 @@
 
 #include <immintrin.h>
 
-static const int WIDE_ROWS = 4, WIDE_TILES = 1, TALL_ROWS = 4;
+static const int ROWS_AT_ONCE = 4, TILES_AT_ONCE = 1;
 
 static inline __m256i four_inputs(const int8_t* x) {
     int32_t word;
@@ -29,7 +29,8 @@ static inline __m256i group_dot(const uint8_t* quants, const int8_t* in, int32_t
             dot = _mm256_dpbusd_avx_epi32(dot, chunk, four_inputs(in + c * 4));
 #else
             const __m256i w = _mm256_xor_si256(chunk, _mm256_set1_epi8((char)0x80));
-            const __m256i products = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(four_inputs(in + c * 4), w));
+            const __m256i products =
+                _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(four_inputs(in + c * 4), w));
             wide = _mm256_add_epi32(wide, _mm256_madd_epi16(products, ones));
 #endif
             continue;
@@ -62,10 +63,11 @@ static inline void gemm_half_tile(const Matrix& w, int tile, int half, const Row
     const int64_t at = (int64_t)row * groups;
     __m256 sum[R];
     for (int r = 0; r < R; r++) sum[r] = _mm256_setzero_ps();
-    for (int g = 0; g < groups; g++, quants += KIND == Q8_0 ? 512 : 256) {
+    for (int g = 0; g < groups; g++, quants += w.group_bytes) {
         const __m256 scale = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(tile_scales(w, tile, g) + half * 8)));
         __m256 minimum = _mm256_setzero_ps();
-        if (KIND == Q4_1) minimum = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(tile_minima(w, tile, g) + half * 8)));
+        if (KIND == Q4_1)
+            minimum = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(tile_minima(w, tile, g) + half * 8)));
         for (int r = 0; r < R; r++) {
             const int64_t i = at + r * groups + g;
             const int32_t correction = KIND == Q4_0 ? x.minus_8[i] : KIND == Q8_0 ? x.minus_128[i] : 0;

@@ -1,13 +1,14 @@
 // GEMM tiles with AVX512-VNNI: vpdpbusd multiplies unsigned weights by four signed activations, which are broadcast.
 //
 // R rows by C tiles stay in registers: 2 * R * C accumulators, and a broadcast serves C products. Weights are read once
-// and in order, so the first rows that use them ask for them ahead: without that, a step of few rows waits for each line.
+// and in order, so the first rows that use them ask for them ahead: without that, a step of few rows waits for each
+// line.
 #pragma once
 
 #include <immintrin.h>
 
-static const int WIDE_ROWS = 6, WIDE_TILES = 2, TALL_ROWS = 12;
-static const int PREFETCH_BYTES = 8192;
+static const int ROWS_AT_ONCE = 8, TILES_AT_ONCE = 2;  // some spill, but fewer rows would read the weights more often
+static const int GROUPS_AHEAD = 8;
 
 static inline __m512i four_inputs(const int8_t* x) {
     int32_t word;
@@ -18,15 +19,15 @@ static inline __m512i four_inputs(const int8_t* x) {
 template <int KIND, int R, int C>
 static inline void gemm_tile(const Matrix& w, int tile, const Rows& x, int row, bool is_first, float* out,
                              int64_t stride) {
-    const int groups = w.num_groups;
-    const uint8_t* quants = tile_quants(w, tile, 0);
-    const uint16_t* scales = tile_scales(w, tile, 0);
+    const int groups = w.num_groups, quant_bytes = KIND == Q8_0 ? 512 : 256, group_bytes = quant_bytes + 64;
     const int64_t at = (int64_t)row * groups, tile_bytes = w.tile_bytes;
+    const uint8_t* record = tile_quants(w, tile, 0);
+    const uint8_t* ahead = record + GROUPS_AHEAD * group_bytes;
     const __m512i low_half = _mm512_set1_epi8(15);
     __m512 sum[C][R];
     for (int t = 0; t < C; t++)
         for (int r = 0; r < R; r++) sum[t][r] = _mm512_setzero_ps();
-    for (int g = 0; g < groups; g++, quants += KIND == Q8_0 ? 512 : 256, scales += TILE) {
+    for (int g = 0; g < groups; g++, record += group_bytes, ahead += group_bytes) {
         __m512i dot[C][R];
         for (int r = 0; r < R; r++) {
             const int64_t i = at + r * groups + g;
@@ -35,15 +36,18 @@ static inline void gemm_tile(const Matrix& w, int tile, const Rows& x, int row, 
                                                  : _mm512_setzero_si512();
             for (int t = 0; t < C; t++) dot[t][r] = start;
         }
-        for (int t = 0; t < (is_first ? C : 0); t++)
-            for (int line = 0; line < (KIND == Q8_0 ? 9 : 5); line++)
-                _mm_prefetch((const char*)(quants + t * tile_bytes + PREFETCH_BYTES + line * 64), _MM_HINT_T0);
+        if (is_first) {
+            if (g == groups - GROUPS_AHEAD) ahead += (C - 1) * tile_bytes;  // the tile behind the next ones
+            for (int t = 0; t < C; t++)
+                for (int line = 0; line < group_bytes; line += 64)
+                    _mm_prefetch((const char*)(ahead + t * tile_bytes + line), _MM_HINT_T0);
+        }
         const int8_t* inputs = x.quants + (at + g) * GROUP;
 #pragma GCC unroll 8
         for (int c = 0; c < (KIND == Q8_0 ? 8 : 4); c++) {
             __m512i low[C], high[C];
             for (int t = 0; t < C; t++) {
-                low[t] = _mm512_loadu_si512(quants + t * tile_bytes + c * 64);
+                low[t] = _mm512_loadu_si512(record + t * tile_bytes + c * 64);
                 if (KIND == Q8_0) continue;
                 high[t] = _mm512_and_si512(_mm512_srli_epi16(low[t], 4), low_half);
                 low[t] = _mm512_and_si512(low[t], low_half);
@@ -58,14 +62,14 @@ static inline void gemm_tile(const Matrix& w, int tile, const Rows& x, int row, 
             }
         }
         for (int t = 0; t < C; t++) {
-            const uint16_t* s = (const uint16_t*)((const uint8_t*)scales + t * tile_bytes);
-            const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)s));
+            const __m256i* scales = (const __m256i*)(record + t * tile_bytes + quant_bytes);
+            const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(scales));
             for (int r = 0; r < R; r++) {
                 const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(x.scales[at + r * groups + g]));
                 sum[t][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[t][r]), both, sum[t][r]);
             }
             if (KIND != Q4_1) continue;
-            const __m512 minimum = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(s + groups * TILE)));
+            const __m512 minimum = _mm512_cvtph_ps(_mm256_loadu_si256(scales + 1));
             for (int r = 0; r < R; r++)
                 sum[t][r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(x.scaled_sums[at + r * groups + g]), sum[t][r]);
         }

@@ -1,7 +1,7 @@
 // GEMM tiles in plain C++: the other variants' arithmetic, one row at a time.
 #pragma once
 
-static const int WIDE_ROWS = 1, WIDE_TILES = 1, TALL_ROWS = 1;
+static const int ROWS_AT_ONCE = 1, TILES_AT_ONCE = 1;
 
 template <int KIND, int R, int C>
 static inline void gemm_tile(const Matrix& w, int tile, const Rows& x, int row, bool, float* out, int64_t stride) {
@@ -25,7 +25,8 @@ static inline void gemm_tile(const Matrix& w, int tile, const Rows& x, int row, 
             for (int n = 0; n < TILE; n++) {
                 const float scale = f16_to_f32(tile_scales(w, tile, g)[n]);
                 sum[n] = __builtin_fmaf((float)dot[n], scale * x.scales[i], sum[n]);
-                if (KIND == Q4_1) sum[n] = __builtin_fmaf(f16_to_f32(tile_minima(w, tile, g)[n]), x.scaled_sums[i], sum[n]);
+                if (KIND == Q4_1)
+                    sum[n] = __builtin_fmaf(f16_to_f32(tile_minima(w, tile, g)[n]), x.scaled_sums[i], sum[n]);
             }
         }
         memcpy(out + r * stride, sum, sizeof sum);

@@ -1,7 +1,9 @@
-// Single kernels behind the C interface, for tests and measurements. The step uses the same code without these wrappers.
+// Single kernels behind the C interface, for tests and measurements. The step uses the same code without these
+// wrappers.
 #pragma once
 
 #include "model.h"
+#include "noise.h"
 
 EXPORT void kvr_exp(const float* x, float* out, int32_t n) {  // n: a multiple of 16
     for (int i = 0; i < n; i += 16) f_store(out + i, f_exp(f_load(x + i)));
@@ -12,8 +14,8 @@ EXPORT void kvr_silu(const float* x, float* out, int32_t n) {
 }
 
 // Quantize rows [num_rows, n]; normed first where `weight` is given. quants are padded to whole groups.
-EXPORT void kvr_quantize_rows(const float* x, const float* weight, int32_t num_rows, int32_t n, float eps, int8_t* quants,
-                              float* scales) {
+EXPORT void kvr_quantize_rows(const float* x, const float* weight, int32_t num_rows, int32_t n, float eps,
+                              int8_t* quants, float* scales) {
     void* memory = aligned(rows_bytes(num_rows, n));
     Rows rows = rows_in(memory, num_rows, n);
     for (int r = 0; r < num_rows; r++) {
@@ -45,6 +47,16 @@ EXPORT void kvr_gemm(int32_t kind, int32_t num_columns, int32_t num_inputs, cons
     free(w.data);
 }
 
+// Indices of `noise_candidates` into out [n]; -1 if there is no memory.
+EXPORT int32_t kvr_noise_candidates(const float* weights, const int64_t* token_ids, int32_t n, uint64_t seed,
+                                    uint32_t position, int32_t* out) {
+    double* noisy = (double*)malloc((size_t)n * sizeof(double));
+    if (!noisy) return -1;
+    const int count = noise_candidates(weights, token_ids, n, seed, position, out, noisy);
+    free(noisy);
+    return count;
+}
+
 // Mirrored by `AttentionArguments` in library.py.
 struct AttentionArguments {
     const float* query;  // [rows, heads, head_dim]
@@ -64,7 +76,8 @@ EXPORT void kvr_attention(const AttentionArguments* arguments) {
     const AttentionArguments& a = *arguments;
     const int dim = round_up(a.head_dim, 16), group = a.num_heads / a.num_kv_heads, queries = a.rows_at_once * group;
     const int num_rows = a.query_start[a.num_seqs];
-    const LayerCache cache = {a.cache, a.cache_block_bytes, a.cache_type, a.num_kv_heads, a.cache_block_size, a.head_dim};
+    const LayerCache cache = {a.cache,        a.cache_block_bytes, a.cache_type,
+                              a.num_kv_heads, a.cache_block_size,  a.head_dim};
     for (int row = 0; row < num_rows; row++)
         for (int part = 0; part < 2; part++)
             for (int head = 0; head < a.num_kv_heads; head++)
@@ -85,7 +98,8 @@ EXPORT void kvr_attention(const AttentionArguments* arguments) {
             const int count = std::min(a.rows_at_once, end - row), position = a.context_lens[seq] - (end - row);
             for (int head = 0; head < a.num_kv_heads; head++) {
                 const int64_t first = (int64_t)row * a.num_heads + head * group;
-                const AttentionRows rows = {&query[first * dim], count, position, a.block_tables + seq * a.max_blocks, head};
+                const AttentionRows rows = {&query[first * dim], count, position, a.block_tables + seq * a.max_blocks,
+                                            head};
                 attend(cache, {group, dim, a.window, (int64_t)a.num_heads * dim}, rows, 0,
                        (position + count - 1) / SPLIT + 1, states.data(), scratch);
                 for (int q = 0; q < count * group; q++) {

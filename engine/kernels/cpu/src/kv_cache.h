@@ -61,7 +61,8 @@ static inline void write_token(const LayerCache& c, int64_t slot, int part, int 
     }
 }
 
-template <int TYPE> static inline F load_elements(const uint8_t* from, int first) {
+template <int TYPE>
+static inline F load_elements(const uint8_t* from, int first) {
     if (TYPE == KV_FP32) return f_load((const float*)from + first);
     if (TYPE == KV_BF16) return f_load_bf16((const uint16_t*)from + first);
     if (TYPE == KV_FP16) return f_load_f16((const uint16_t*)from + first);
@@ -69,7 +70,8 @@ template <int TYPE> static inline F load_elements(const uint8_t* from, int first
 }
 
 // Tokens' elements as fp32 without the int8 scale, each with zeros up to a multiple of 16.
-template <int TYPE> static void widen_tokens(const uint8_t* from, int num_tokens, int head_dim, float* to) {
+template <int TYPE>
+static void widen_tokens(const uint8_t* from, int num_tokens, int head_dim, float* to) {
     const int bytes = head_dim * element_bytes(TYPE), padded = (head_dim + 15) / 16 * 16;
     for (int token = 0; token < num_tokens; token++, from += bytes, to += padded) {
         int i = 0;

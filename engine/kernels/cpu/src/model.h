@@ -88,16 +88,19 @@ struct Step {
     uint8_t* cache;
     int64_t cache_layer_bytes, cache_block_bytes;
     int cache_type, cache_block_size;
-    int num_rows, num_logit_rows, max_blocks, num_items, num_parts;
+    int num_rows, num_logit_rows, max_blocks, num_parts;
+    int num_items, num_last_items, num_last_rows;
     const AttentionItem* items;
+    const AttentionItem* last_items;  // of the last layer, where only rows with logits are attended
+    const int32_t* last_rows;         // these, each once
     float *hidden, *query, *largest, *total, *sums, *cosines, *sines;
     Rows normed, attended, activated, final_rows;
 };
 
 struct ThreadScratch {
-    float* products;  // [PRODUCT_ROWS, widest unit]
-    float* row;       // [num_heads * head_dim]
-    void* local_rows; // quantized rows of a small step, when each thread computes them itself
+    float* products;         // [PRODUCT_ROWS, widest unit]
+    float* row;              // [num_heads * head_dim]
+    void* local_rows;        // quantized rows of a small step, when each thread computes them itself
     AttentionState* states;  // [queries attended together]
     AttentionScratch attention;
 };
@@ -117,7 +120,8 @@ struct Model {
     std::vector<void*> owned;
     void* workspace = nullptr;
     int64_t workspace_bytes = 0;
-    std::vector<AttentionItem> items;
+    std::vector<AttentionItem> items, last_items;
+    std::vector<int32_t> last_rows;
 
     Layer& layer(int i) const { return const_cast<Layer&>(layers[(size_t)i]); }
 };

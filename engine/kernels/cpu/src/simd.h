@@ -80,8 +80,8 @@ static inline F load_up_to(const float* x, int first, int n) {
 
 #define EXP_MAGIC 12582912.0f  // 1.5 * 2^23: adding it leaves a whole number in the low bits
 
-// e^x for x <= 0 to about 1 unit in the last place; 0 below -87, where fp32 ends. Cody-Waite reduction to |r| <= ln2 / 2,
-// then the Taylor series, whose 7th term is below half a unit there.
+// e^x for x <= 0 to about 1 unit in the last place; 0 below -87, where fp32 ends. Cody-Waite reduction to |r| <= ln2 /
+// 2, then the Taylor series, whose 7th term is below half a unit there.
 static inline F f_exp(F x) {
     const F clamped = f_max(x, f_set(-87.0f));
     const F t = f_fma(clamped, f_set(1.44269504f), f_set(EXP_MAGIC));

@@ -5,25 +5,46 @@ struct F {
     float v[16];
 };
 
-template <class Op> static inline F f_map(Op op) {
+template <class Op>
+static inline F f_map(Op op) {
     F r;
     for (int i = 0; i < 16; i++) r.v[i] = op(i);
     return r;
 }
-static inline F operator+(F a, F b) { return f_map([&](int i) { return a.v[i] + b.v[i]; }); }
-static inline F operator-(F a, F b) { return f_map([&](int i) { return a.v[i] - b.v[i]; }); }
-static inline F operator*(F a, F b) { return f_map([&](int i) { return a.v[i] * b.v[i]; }); }
-static inline F operator/(F a, F b) { return f_map([&](int i) { return a.v[i] / b.v[i]; }); }
-static inline F f_set(float x) { return f_map([&](int) { return x; }); }
+static inline F operator+(F a, F b) {
+    return f_map([&](int i) { return a.v[i] + b.v[i]; });
+}
+static inline F operator-(F a, F b) {
+    return f_map([&](int i) { return a.v[i] - b.v[i]; });
+}
+static inline F operator*(F a, F b) {
+    return f_map([&](int i) { return a.v[i] * b.v[i]; });
+}
+static inline F operator/(F a, F b) {
+    return f_map([&](int i) { return a.v[i] / b.v[i]; });
+}
+static inline F f_set(float x) {
+    return f_map([&](int) { return x; });
+}
 static inline F f_zero() { return f_set(0.0f); }
-static inline F f_load(const float* p) { return f_map([&](int i) { return p[i]; }); }
-static inline F f_load_n(const float* p, int n) { return f_map([&](int i) { return i < n ? p[i] : 0.0f; }); }
+static inline F f_load(const float* p) {
+    return f_map([&](int i) { return p[i]; });
+}
+static inline F f_load_n(const float* p, int n) {
+    return f_map([&](int i) { return i < n ? p[i] : 0.0f; });
+}
 static inline void f_store(float* p, F a) { memcpy(p, a.v, sizeof a.v); }
 static inline void f_store_n(float* p, F a, int n) { memcpy(p, a.v, (size_t)n * sizeof(float)); }
 // A true fused product, in software where the CPU has none: results are the same on every CPU.
-static inline F f_fma(F a, F b, F c) { return f_map([&](int i) { return __builtin_fmaf(a.v[i], b.v[i], c.v[i]); }); }
-static inline F f_max(F a, F b) { return f_map([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
-static inline F f_abs(F a) { return f_map([&](int i) { return __builtin_fabsf(a.v[i]); }); }
+static inline F f_fma(F a, F b, F c) {
+    return f_map([&](int i) { return __builtin_fmaf(a.v[i], b.v[i], c.v[i]); });
+}
+static inline F f_max(F a, F b) {
+    return f_map([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+static inline F f_abs(F a) {
+    return f_map([&](int i) { return __builtin_fabsf(a.v[i]); });
+}
 static inline F f_zero_below(F x, float limit, F value) {
     return f_map([&](int i) { return x.v[i] < limit ? 0.0f : value.v[i]; });
 }
@@ -41,9 +62,15 @@ static inline F f_pow2(F magic_plus_n) {
     });
 }
 
-static inline F f_load_f16(const uint16_t* p) { return f_map([&](int i) { return f16_to_f32(p[i]); }); }
-static inline F f_load_bf16(const uint16_t* p) { return f_map([&](int i) { return bf16_to_f32(p[i]); }); }
-static inline F f_load_i8(const int8_t* p) { return f_map([&](int i) { return (float)p[i]; }); }
+static inline F f_load_f16(const uint16_t* p) {
+    return f_map([&](int i) { return f16_to_f32(p[i]); });
+}
+static inline F f_load_bf16(const uint16_t* p) {
+    return f_map([&](int i) { return bf16_to_f32(p[i]); });
+}
+static inline F f_load_i8(const int8_t* p) {
+    return f_map([&](int i) { return (float)p[i]; });
+}
 
 static inline float f_fold_sum(F a) {
     for (int half = 8; half; half /= 2)

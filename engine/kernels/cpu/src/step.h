@@ -6,13 +6,14 @@
 //     norm · lm_head, for the rows whose logits are wanted
 //
 // Each `·` is a phase boundary. Where a step has few rows, the threads norm and quantize them each for itself, which is
-// quicker than waiting for one another. Nothing that decides a result depends on the number of rows or threads.
+// quicker than waiting for one another. In the last layer only the rows whose logits are wanted go past the KV write.
+// Nothing that decides a result depends on the number of rows or threads.
 #pragma once
 
 #include "model.h"
 
-static const int LOCAL_ROWS = 4;    // up to so many rows every thread norms for itself
-static const int PRODUCT_ROWS = 48; // rows of a product that stay in the cache until they are used
+static const int LOCAL_ROWS = 4;     // up to so many rows every thread norms for itself
+static const int PRODUCT_ROWS = 48;  // rows of a product that stay in the cache until they are used
 static const int ROWS_PER_PART = 256;
 static const int UNIT_TILES = 2;
 static const int HEAD_UNIT_TILES = 16;  // of lm_head
@@ -30,8 +31,11 @@ struct Program {
     ThreadScratch& own;
     const int thread;  // 0 is the caller's
     uint64_t number;   // of the next phase
+    int num_rows;      // still in use, and which they are; null = all of the step's
+    const int32_t* rows = nullptr;
 
-    template <class BODY> void phase(Part part, int num_chunks, BODY body) {
+    template <class BODY>
+    void phase(Part part, int num_chunks, BODY body) {
         int64_t* spent = thread == 0 ? s.part_ns : nullptr;
         const int64_t start = spent ? now_ns() : 0;
         team.phase(thread, number++, num_chunks, body);
@@ -39,7 +43,8 @@ struct Program {
     }
 
     // Quantized rows made by `make(row, rows)`: here and now if they are few, else by the team into `shared`.
-    template <class MAKE> struct Input {
+    template <class MAKE>
+    struct Input {
         Rows rows;
         MAKE make;
         int missing;  // rows still to be made, by this thread
@@ -48,7 +53,8 @@ struct Program {
             return rows;
         }
     };
-    template <class MAKE> Input<MAKE> input(int num_rows, int num_inputs, const Rows& shared, MAKE make) {
+    template <class MAKE>
+    Input<MAKE> input(int num_rows, int num_inputs, const Rows& shared, MAKE make) {
         if (num_rows <= LOCAL_ROWS) return {rows_in(own.local_rows, LOCAL_ROWS, num_inputs), make, num_rows};
         const int per_chunk = std::max(1, std::min(8, num_rows / (2 * team.num_threads)));
         phase(PART_NORM, divide_up(num_rows, per_chunk), [&](int chunk) {
@@ -70,7 +76,8 @@ struct Program {
             });
         });
     }
-    template <class BODY> void product_rows(int num_rows, int part, int parts, BODY body) {
+    template <class BODY>
+    void product_rows(int num_rows, int part, int parts, BODY body) {
         const int begin = (int)((int64_t)num_rows * part / parts), end = (int)((int64_t)num_rows * (part + 1) / parts);
         for (int row = begin; row < end; row += PRODUCT_ROWS) body(row, std::min(PRODUCT_ROWS, end - row));
     }
@@ -88,17 +95,22 @@ struct Program {
         });
     }
 
-    float* hidden_row(int row) const { return s.hidden + (int64_t)row * m.embedding.num_groups * GROUP; }
+    int step_row(int row) const { return rows ? rows[row] : row; }
+    float* hidden_row(int step_row) const { return s.hidden + (int64_t)step_row * m.embedding.num_groups * GROUP; }
 
     auto normed(const float* weight) {
-        return [this, weight](int row, const Rows& rows) {
-            rms_norm_quantize(hidden_row(row), weight, shape.hidden_size, shape.rms_norm_eps, rows, row);
+        return [this, weight](int row, const Rows& to) {
+            rms_norm_quantize(hidden_row(step_row(row)), weight, shape.hidden_size, shape.rms_norm_eps, to, row);
         };
     }
 
     LayerCache layer_cache(int layer) const {
-        return {s.cache + layer * s.cache_layer_bytes, s.cache_block_bytes, s.cache_type, shape.num_kv_heads,
-                s.cache_block_size, shape.head_dim};
+        return {s.cache + layer * s.cache_layer_bytes,
+                s.cache_block_bytes,
+                s.cache_type,
+                shape.num_kv_heads,
+                s.cache_block_size,
+                shape.head_dim};
     }
 
     // Unit: one head of q, k or v.
@@ -137,22 +149,24 @@ struct Program {
         for (int i = 0; i < m.padded_dim; i++) query[i] = i < dim ? values[i] * scale : 0.0f;
     }
 
-    void attention(const LayerCache& cache) {
+    void attention(const LayerCache& cache, const AttentionItem* items, int num_items) {
         const int group_size = shape.num_heads / shape.num_kv_heads, dim = m.padded_dim;
         const AttentionShape geometry = {group_size, dim, shape.window, (int64_t)shape.num_heads * dim};
-        phase(PART_ATTENTION, s.num_items, [&](int index) {
-            const AttentionItem& item = s.items[index];
+        phase(PART_ATTENTION, num_items, [&](int index) {
+            const AttentionItem& item = items[index];
             const int first_head = item.kv_head * group_size;
             const AttentionRows rows = {s.query + ((int64_t)item.first_row * shape.num_heads + first_head) * dim,
                                         item.num_rows, item.first_position,
                                         s.block_tables + (int64_t)item.sequence * s.max_blocks, item.kv_head};
             const int last = item.first_position + item.num_rows - 1;
-            const int oldest = shape.window && item.first_position >= shape.window ? item.first_position - shape.window + 1 : 0;
+            const int oldest =
+                shape.window && item.first_position >= shape.window ? item.first_position - shape.window + 1 : 0;
             const int first_split = item.split < 0 ? oldest / SPLIT : item.split;
             const int end_split = item.split < 0 ? last / SPLIT + 1 : item.split + 1;
             AttentionState* states = own.states;
             for (int q = 0; q < item.num_rows * group_size; q++) {
-                const int64_t head = (int64_t)(item.first_row + q / group_size) * shape.num_heads + first_head + q % group_size;
+                const int64_t head =
+                    (int64_t)(item.first_row + q / group_size) * shape.num_heads + first_head + q % group_size;
                 const int64_t at = head * s.num_parts + (item.split < 0 ? 0 : item.split);
                 states[q] = {s.largest + at, s.total + at, s.sums + at * dim};
             }
@@ -161,10 +175,10 @@ struct Program {
     }
 
     // Join the parts of each head, divide by the total weight and quantize the row.
-    void finish_attention(int row, const Rows& rows) {
+    void finish_attention(int row, const Rows& to) {
         const int dim = m.padded_dim;
         for (int head = 0; head < shape.num_heads; head++) {
-            const int64_t at = ((int64_t)row * shape.num_heads + head) * s.num_parts;
+            const int64_t at = ((int64_t)step_row(row) * shape.num_heads + head) * s.num_parts;
             const AttentionState state = {s.largest + at, s.total + at, s.sums + at * dim};
             float largest, total, sums[MAX_HEAD_DIM];
             const AttentionState joined = {&largest, &total, sums};
@@ -184,14 +198,14 @@ struct Program {
             for (int i = 0; i < dim; i += 16) f_store(sums + i, f_load(sums + i) * inverse);
             memcpy(own.row + head * shape.head_dim, sums, (size_t)shape.head_dim * sizeof(float));
         }
-        quantize_row(own.row, shape.num_heads * shape.head_dim, rows, row);
+        quantize_row(own.row, shape.num_heads * shape.head_dim, to, row);
     }
 
     auto add_to_hidden(int num_columns) {
         return [this, num_columns](int row, int count, const float* products, int first_tile) {
             const int first = first_tile * TILE, columns = std::min(UNIT_TILES * TILE, num_columns - first);
             for (int r = 0; r < count; r++) {
-                float* hidden = hidden_row(row + r) + first;
+                float* hidden = hidden_row(step_row(row + r)) + first;
                 for (int i = 0; i < columns; i++) hidden[i] += products[r * UNIT_TILES * TILE + i];
             }
         };
@@ -200,13 +214,13 @@ struct Program {
     // Unit: a group of 32 intermediate columns, quantized at once as the input of `down`.
     void gate_and_up(const Layer& layer) {
         const Matrix &gate = layer.matrices[SLOT_GATE], &up = layer.matrices[SLOT_UP];
-        const int units = divide_up(shape.intermediate_size, GROUP), parts = divide_up(s.num_rows, ROWS_PER_PART);
-        auto in = input(s.num_rows, shape.hidden_size, s.normed, normed(layer.vectors[POST_NORM]));
+        const int units = divide_up(shape.intermediate_size, GROUP), parts = divide_up(num_rows, ROWS_PER_PART);
+        auto in = input(num_rows, shape.hidden_size, s.normed, normed(layer.vectors[POST_NORM]));
         phase(PART_GATE_UP, units * parts, [&](int chunk) {
             const int unit = chunk % units, part = chunk / units, first = unit * 2;
             const int tiles = std::min(2, gate.num_tiles - first);
             float* up_products = own.products + PRODUCT_ROWS * GROUP;
-            product_rows(s.num_rows, part, parts, [&](int row, int count) {
+            product_rows(num_rows, part, parts, [&](int row, int count) {
                 gemm(gate, first, tiles, in.get(), row, count, own.products, GROUP);
                 gemm(up, first, tiles, in.get(), row, count, up_products, GROUP);
                 for (int r = 0; r < count; r++) {
@@ -228,19 +242,26 @@ struct Program {
             const LayerCache cache = layer_cache(index);
             project(layer, cache);
             if (thread == 0 && s.on_layer) s.on_layer(index);
-            attention(cache);
-            auto attended = input(s.num_rows, shape.num_heads * shape.head_dim, s.attended,
-                                  [this](int row, const Rows& rows) { finish_attention(row, rows); });
-            product_phase(PART_OUTPUT, layer.matrices[SLOT_O], UNIT_TILES, s.num_rows, attended, add_to_hidden(shape.hidden_size));
+            if (index + 1 < shape.num_layers) {
+                attention(cache, s.items, s.num_items);
+            } else {
+                if (!s.num_last_rows) return;
+                rows = s.last_rows, num_rows = s.num_last_rows;
+                attention(cache, s.last_items, s.num_last_items);
+            }
+            auto attended = input(num_rows, shape.num_heads * shape.head_dim, s.attended,
+                                  [this](int row, const Rows& to) { finish_attention(row, to); });
+            product_phase(PART_OUTPUT, layer.matrices[SLOT_O], UNIT_TILES, num_rows, attended,
+                          add_to_hidden(shape.hidden_size));
             gate_and_up(layer);
             auto activated = input(0, shape.intermediate_size, s.activated, [](int, const Rows&) {});
             activated.rows = s.activated;
-            product_phase(PART_DOWN, layer.matrices[SLOT_DOWN], UNIT_TILES, s.num_rows, activated, add_to_hidden(shape.hidden_size));
+            product_phase(PART_DOWN, layer.matrices[SLOT_DOWN], UNIT_TILES, num_rows, activated,
+                          add_to_hidden(shape.hidden_size));
         }
-        if (!s.num_logit_rows) return;
-        auto final_rows = input(s.num_logit_rows, shape.hidden_size, s.final_rows, [this](int row, const Rows& rows) {
-            rms_norm_quantize(hidden_row((int)s.logit_rows[row]), m.final_norm, shape.hidden_size, shape.rms_norm_eps, rows,
-                              row);
+        auto final_rows = input(s.num_logit_rows, shape.hidden_size, s.final_rows, [this](int row, const Rows& to) {
+            rms_norm_quantize(hidden_row((int)s.logit_rows[row]), m.final_norm, shape.hidden_size, shape.rms_norm_eps,
+                              to, row);
         });
         product_phase(PART_LM_HEAD, m.lm_head, HEAD_UNIT_TILES, s.num_logit_rows, final_rows,
                       [this](int row, int count, const float* products, int first_tile) {
@@ -255,5 +276,5 @@ struct Program {
 
 static void run_program(Team<Step>& team, const Step& step, uint64_t first_phase, int thread) {
     ThreadScratch& own = const_cast<Model*>(step.model)->scratch[(size_t)thread];
-    Program{team, step, *step.model, step.model->shape, own, thread, first_phase}.run();
+    Program{team, step, *step.model, step.model->shape, own, thread, first_phase, step.num_rows}.run();
 }

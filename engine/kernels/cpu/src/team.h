@@ -16,11 +16,12 @@
 
 #include <atomic>
 #include <climits>
-#include <functional>
 #include <thread>
 #include <vector>
 
 #include <linux/futex.h>
+#include <pthread.h>
+#include <signal.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -51,19 +52,26 @@ static const uint64_t CHUNK_MASK = (1u << CHUNK_BITS) - 1;
 static const int64_t SPIN_NS = 20000;
 
 // STEP is plain data that says what to compute.
-template <class STEP> class Team {
+template <class STEP>
+class Team {
   public:
     using Program = void (*)(Team& team, const STEP& step, uint64_t first_phase, int thread);
 
-    Team(int num_threads, Program program)
-        : num_threads(num_threads), program_(program), shares_((size_t)num_threads) {
-        for (int i = 1; i < num_threads; i++) helpers_.emplace_back([this, i] { help(i); });
+    Team(int num_threads, Program program) : num_threads(num_threads), program_(program), shares_((size_t)num_threads) {
+        // Signals are the business of the threads that were there before.
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        try {
+            for (int i = 1; i < num_threads; i++) helpers_.emplace_back([this, i] { help(i); });
+        } catch (...) {  // the system has no more threads
+            pthread_sigmask(SIG_SETMASK, &before, nullptr);
+            stop();
+            throw;
+        }
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
-    ~Team() {
-        stopping_.store(true);
-        announce();
-        for (auto& helper : helpers_) helper.join();
-    }
+    ~Team() { stop(); }
 
     // Run the program with the calling thread as thread 0; returns when all phases are done.
     void run(const STEP& step) {
@@ -79,9 +87,10 @@ template <class STEP> class Team {
         program_(*this, step, first_phase, 0);
     }
 
-    // Compute chunks 0..num_chunks-1 of the phase, at least one, with the others. Every thread passes every phase in the
-    // same order. `body` may read what the step points to; code between phases may not.
-    template <class BODY> void phase(int thread, uint64_t number, int num_chunks, BODY body) {
+    // Compute chunks 0..num_chunks-1 of the phase, at least one, with the others. Every thread passes every phase in
+    // the same order. `body` may read what the step points to; code between phases may not.
+    template <class BODY>
+    void phase(int thread, uint64_t number, int num_chunks, BODY body) {
         while (phase_.load(std::memory_order_acquire) < number) wait_beyond(number - 1);
         if (phase_.load(std::memory_order_acquire) > number) return;
         int num_done = 0;
@@ -122,6 +131,7 @@ template <class STEP> class Team {
     }
 
     void help(int thread) {
+        pthread_setname_np(pthread_self(), "kvrelay-step");
         uint32_t done = 0;
         for (;;) {
             const uint32_t number = step_number_.load(std::memory_order_acquire);
@@ -139,13 +149,20 @@ template <class STEP> class Team {
         }
     }
 
+    void stop() {
+        stopping_.store(true);
+        announce();
+        for (auto& helper : helpers_) helper.join();
+    }
+
     void announce() {
         step_number_.fetch_add(1);
         futex_wake_all(&step_number_);
     }
 
     void wait_for_step(uint32_t seen) {
-        if (!spin([&] { return step_number_.load(std::memory_order_acquire) != seen; })) futex_sleep(&step_number_, seen);
+        if (!spin([&] { return step_number_.load(std::memory_order_acquire) != seen; }))
+            futex_sleep(&step_number_, seen);
     }
 
     // Wait until the open phase is a later one than `number`.
@@ -160,7 +177,8 @@ template <class STEP> class Team {
         }
     }
 
-    template <class CONDITION> static bool spin(CONDITION is_true) {
+    template <class CONDITION>
+    static bool spin(CONDITION is_true) {
         const int64_t give_up = now_ns() + SPIN_NS;
         do {
             for (int i = 0; i < 16; i++) {
@@ -180,6 +198,6 @@ template <class STEP> class Team {
     alignas(64) std::atomic<uint64_t> phase_{1};  // the open one
     std::atomic<uint32_t> changes_{0};            // of phase_, for sleepers
     std::atomic<int> sleepers_{0};
-    alignas(64) std::atomic<int> finished_{0};  // chunks of the open phase
+    alignas(64) std::atomic<int> finished_{0};          // chunks of the open phase
     alignas(64) std::atomic<uint32_t> step_number_{0};  // odd while shared_step_ is written
 };

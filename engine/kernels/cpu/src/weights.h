@@ -1,18 +1,21 @@
 // Weight matrices in the form the GEMM reads: tiles of 16 output columns, groups of 32 inputs.
 //
-// A column is one row of the checkpoint's [out_features, in_features] matrix. A tile is one contiguous run:
+// A column is one row of the checkpoint's [out_features, in_features] matrix. A tile is a run of one record per group,
+// each of whole cache lines, in the order in which they are read:
 //
-//     quants    for each group, chunks of 64 bytes: 16 columns x 4 bytes
-//     scales    for each group, 16 x fp16
-//     minima    for each group, 16 x fp16 (Q4_1 only)
+//     quants    chunks of 64 bytes: 16 columns x 4 bytes
+//     scales    16 x fp16
+//     minima    16 x fp16 (Q4_1; unused in the others)
 //
-//     Q4_0, Q4_1   4 chunks a group; byte b of chunk c: input 4c + b in the low half, 16 + 4c + b in the high half,
-//                  which is the order of GGUF's blocks, so that packing moves 4 bytes at a time and changes none
-//     Q8_0         8 chunks a group; byte b of chunk c: input 4c + b, plus 128 (dot products want one unsigned side)
+//     Q4_0, Q4_1   4 chunks; byte b of chunk c: input 4c + b in the low half, 16 + 4c + b in the high half, which is
+//     the
+//                  order of GGUF's blocks, so that packing moves 4 bytes at a time and changes none
+//     Q8_0         8 chunks; byte b of chunk c: input 4c + b, plus 128 (dot products want one unsigned side)
 //
 //     weight = (q - 8) * scale | q * scale + minimum | q * scale, exactly the checkpoint's
 //
-// Columns and inputs beyond the matrix are zeros, so any size works. Nothing here is thread-safe against its own matrix.
+// Columns and inputs beyond the matrix are zeros, so any size works. Nothing here is thread-safe against its own
+// matrix.
 #pragma once
 
 #include "simd.h"
@@ -28,7 +31,8 @@ struct Matrix {
     int num_inputs;
     int num_groups;
     int num_tiles;
-    int quant_bytes;   // of a tile and group
+    int quant_bytes;  // of a group in a tile
+    int group_bytes;  // the whole record
     int64_t tile_bytes;
     uint8_t* data;
 };
@@ -42,26 +46,25 @@ static inline void matrix_shape(Matrix* m, int kind, int num_columns, int num_in
     m->num_groups = round_up(num_inputs, GROUP) / GROUP;
     m->num_tiles = round_up(num_columns, TILE) / TILE;
     m->quant_bytes = kind == Q8_0 ? 512 : 256;
-    const int scale_bytes = kind == Q4_1 ? 64 : 32;
-    m->tile_bytes = ((int64_t)m->num_groups * (m->quant_bytes + scale_bytes) + 63) / 64 * 64;
+    m->group_bytes = m->quant_bytes + 64;
+    m->tile_bytes = (int64_t)m->num_groups * m->group_bytes;
 }
 
 static inline int64_t matrix_bytes(const Matrix& m) { return m.num_tiles * m.tile_bytes; }
 
 static inline uint8_t* tile_quants(const Matrix& m, int tile, int group) {
-    return m.data + tile * m.tile_bytes + (int64_t)group * m.quant_bytes;
+    return m.data + tile * m.tile_bytes + (int64_t)group * m.group_bytes;
 }
 static inline uint16_t* tile_scales(const Matrix& m, int tile, int group) {
-    return (uint16_t*)(m.data + tile * m.tile_bytes + (int64_t)m.num_groups * m.quant_bytes) + group * TILE;
+    return (uint16_t*)(tile_quants(m, tile, group) + m.quant_bytes);
 }
-static inline uint16_t* tile_minima(const Matrix& m, int tile, int group) {
-    return tile_scales(m, tile, group) + m.num_groups * TILE;
-}
+static inline uint16_t* tile_minima(const Matrix& m, int tile, int group) { return tile_scales(m, tile, group) + TILE; }
 
 static inline void zero_column(const Matrix& m, int column) {
     const int tile = column / TILE, lane = column % TILE, chunks = m.quant_bytes / 64;
     for (int g = 0; g < m.num_groups; g++) {
-        for (int c = 0; c < chunks; c++) memset(tile_quants(m, tile, g) + c * 64 + lane * 4, m.kind == Q8_0 ? 0x80 : 0, 4);
+        for (int c = 0; c < chunks; c++)
+            memset(tile_quants(m, tile, g) + c * 64 + lane * 4, m.kind == Q8_0 ? 0x80 : 0, 4);
         tile_scales(m, tile, g)[lane] = 0;
         if (m.kind == Q4_1) tile_minima(m, tile, g)[lane] = 0;
     }

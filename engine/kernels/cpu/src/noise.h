@@ -1,0 +1,70 @@
+// The race of sampling: which tokens can have the largest weight + Gumbel noise. Noise is that of
+// engine/sampling/noise.py, keyed by (seed, position, token id); computing it exactly for a whole vocabulary costs more
+// than a step of the model.
+//
+// A token beats the best one found so far, `lead`, only if its noise is at least lead - weight, that is if the uniform
+// number u behind it is so close to 1 that 1 - u <= 1 - e^-e^-(lead - weight) <= e^(weight - lead). One multiplication
+// and comparison settle that; the few tokens that remain are computed exactly.
+#pragma once
+
+#include "simd.h"
+
+// Eight 32-bit words in 64-bit lanes: compilers make of it the widening multiplication that each CPU has.
+typedef uint64_t Words __attribute__((vector_size(64)));
+
+// First words of Philox4x32-10 (Salmon et al., SC 2011) of eight counters (token id, position, 0, 0).
+static inline Words philox_8(Words token_ids, uint32_t position, uint64_t seed) {
+    const Words zero = {}, low = zero + 0xFFFFFFFFull, multiplier_0 = zero + 0xD2511F53ull,
+                multiplier_2 = zero + 0xCD9E8D57ull;
+    Words c0 = token_ids, c1 = zero + position, c2 = zero, c3 = zero;
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+        const Words a = (c0 & low) * multiplier_0, b = (c2 & low) * multiplier_2;
+        c0 = (b >> 32) ^ c1 ^ (uint64_t)k0;
+        c1 = b & low;
+        c2 = (a >> 32) ^ c3 ^ (uint64_t)k1;
+        c3 = a & low;
+    }
+    return c0;
+}
+
+static inline void philox_16(const uint32_t* token_ids, uint32_t position, uint64_t seed, uint32_t* out) {
+    Words early, late;
+    for (int i = 0; i < 8; i++) early[i] = token_ids[i], late[i] = token_ids[8 + i];
+    early = philox_8(early, position, seed);
+    late = philox_8(late, position, seed);
+    for (int i = 0; i < 8; i++) out[i] = (uint32_t)early[i], out[8 + i] = (uint32_t)late[i];
+}
+
+static inline double gumbel(uint32_t word) { return -log(-log(((double)word + 0.5) * 0x1p-32)); }
+
+// Indices that may have the largest noisy weight, ascending, the winner's surely; returns their number. `token_ids` may
+// be null: the indices themselves. Weights of -inf never win.
+static inline int noise_candidates(const float* weights, const int64_t* token_ids, int n, uint64_t seed,
+                                   uint32_t position, int32_t* out, double* noisy) {
+    const double slack = 1e-6;  // wider than any two libraries' logarithms differ
+    int count = 0;
+    double lead = -INFINITY;
+    const auto consider = [&](int i, uint32_t word) {
+        const double x = (double)weights[i] + gumbel(word);
+        if (x < lead - slack) return;
+        lead = x > lead ? x : lead;
+        out[count] = i, noisy[count++] = x;
+    };
+    for (int first = 0; first < n; first += 16) {
+        const int lanes = n - first < 16 ? n - first : 16;
+        uint32_t ids[16] = {0}, words[16];
+        for (int i = 0; i < lanes; i++) ids[i] = (uint32_t)(token_ids ? token_ids[first + i] : first + i);
+        philox_16(ids, position, seed, words);
+        float rest[16], most[16];  // 1 - u, and how large it may be; a thousandth more than rounding can take away
+        for (int i = 0; i < 16; i++) rest[i] = ((float)~words[i] + 0.5f) * 0x1p-32f;
+        const F ahead = load_up_to(weights + first, 0, lanes) - f_set((float)lead);
+        f_store(most, f_exp(f_zero() - f_max(f_zero(), f_zero() - ahead)) * f_set(1.001f));
+        for (int i = 0; i < lanes; i++)
+            if (rest[i] <= most[i] && weights[first + i] > -INFINITY) consider(first + i, words[i]);
+    }
+    int kept = 0;
+    for (int i = 0; i < count; i++)
+        if (noisy[i] >= lead - slack) out[kept++] = out[i];
+    return kept;
+}
