@@ -21,8 +21,8 @@ from engine.kernels.triton.rope_kv import rope_and_write_kv
 from engine.kernels.triton.sampling import sample_rows
 from engine.kernels.triton.sampling_rows import SamplingRow, SamplingRows
 from engine.kernels.triton.w4a16 import dequantize_int4, w4a16_linear
-from engine.sampling import sampler
 from engine.sampling.distribution import TokenHistory
+from engine.sampling.sampler import SampleRequest, sample_row
 from engine.types import SamplingParams
 
 _BLOCK = 16
@@ -337,10 +337,9 @@ def check_sampling(bench: Bench) -> None:
         rows = sampling_rows(num_rows, vocab_size)
         found = sample_rows(logits.clone(), SamplingRows.build(rows, vocab_size, bench.device))
         requests = [
-            sampler.SampleRequest(row.params, TokenHistory(row.token_ids, row.num_prompt_tokens), row.stop_ids)
-            for row in rows
+            SampleRequest(row.params, TokenHistory(row.token_ids, row.num_prompt_tokens), row.stop_ids) for row in rows
         ]
-        wanted = sampler.sample_rows(logits.cpu().numpy(), requests)
+        wanted = [sample_row(row, request) for row, request in zip(logits.cpu().numpy(), requests, strict=True)]
         tokens = found.token_ids.tolist()
         equal = sum(a == b for a, b in zip(tokens, wanted, strict=True))
         bench.expect(f"sampled tokens, spread {spread}", tokens == wanted, num_rows=num_rows, num_equal=equal)

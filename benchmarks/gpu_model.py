@@ -20,7 +20,7 @@ from engine.model.batch import StepBatch
 from engine.model.cuda import CudaModel, CudaSettings
 from engine.model.cuda_attention import MixedAttention, Sequences
 from engine.model.cuda_cache import DeviceKvCache
-from engine.model.cuda_graphs import DecodeGraph
+from engine.model.cuda_graphs import DecodeGraph, GraphMemory
 from engine.model.cuda_linear import ByteLinear, DenseLinear, DeviceLinear, Int4Linear, LinearSettings, WeightFormat
 from engine.model.cuda_step import DeviceModel, StepRows, run_step
 from engine.model.cuda_weights import DeviceLayer, DeviceWeights, make_linear
@@ -188,9 +188,9 @@ class TimedModel:
     def time_decode(self, caches: list[LayerCache], num_seqs: int) -> None:
         """One step of `num_seqs` sequences at 2048 tokens, from a graph."""
         bench, config = self.bench, self.config
-        out = torch.zeros(num_seqs, config.num_heads, config.head_dim, dtype=bench.dtype, device=bench.device)
         context = self.blocks_of_sequence * _BLOCK
-        graph = DecodeGraph(self.model, caches, num_seqs, 1, context, out)
+        memory = GraphMemory.allocate(self.model, [(num_seqs, 1)], context, bench.device)
+        graph = DecodeGraph(self.model, caches, num_seqs, 1, memory)
         rows = [(self.context, 1, seq * self.blocks_of_sequence) for seq in range(num_seqs)]
         batch = batch_of(rows, config.vocab_size)
         graph.run(batch)
@@ -228,7 +228,7 @@ def time_model(bench: Bench, weight_format: WeightFormat) -> None:
     for dtype in (_FP8,) if bench.is_rehearsal else (bench.dtype, _FP8):
         caches = timed.caches(dtype, max(batches))
         bench.attempt("model", f"prefill {weight_format} {dtype}", partial(timed.time_prefill, caches))
-        for num_seqs in batches if dtype is bench.dtype else batches[-1:]:
+        for num_seqs in batches:
             name = f"decode {weight_format} {dtype} batch {num_seqs}"
             bench.attempt("model", name, partial(timed.time_decode, caches, num_seqs))
         del caches
@@ -314,7 +314,7 @@ def _check_device_cache(bench: Bench, config: ModelConfig) -> None:
         cache.bytes.copy_(torch.randint(0, 120, cache.bytes.shape, device=bench.device).to(torch.uint8))
         ids = [7, 3, 4, 19, 0]
         buffer = bytearray(len(ids) * cache.layout.block_bytes)
-        cache.mark_written(1)
+        cache.mark_written(1, None)
         cache.read_blocks(1, ids, memoryview(buffer))
         is_equal = bytes(buffer) == cache.bytes[1, ids].cpu().numpy().tobytes()
         cache.write_blocks(0, ids[::-1], memoryview(buffer))

@@ -18,7 +18,8 @@ def main(argv: Sequence[str]) -> int:
     settings = DecodeSettings.parse(argv, prog="kvrelay decode")
 
     def make_tier(context: WorkerContext) -> DecodeServicer:
-        return DecodeServicer(context, make_transports(settings), required_scheme(settings.transport), settings)
+        transports = make_transports(settings, context.kv_cache.device_memory)
+        return DecodeServicer(context, transports, required_scheme(settings.transport), settings)
 
     return run_worker(
         settings,

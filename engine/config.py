@@ -13,11 +13,18 @@ class KvDtype(StrEnum):
     BF16 = "bf16"
     FP16 = "fp16"
     INT8 = "int8"
+    FP8 = "fp8"
+    """e4m3; only GPUs compute with it, every worker can import it."""
 
     @property
     def itemsize(self) -> int:
         """Bytes per element."""
-        return {KvDtype.FP32: 4, KvDtype.BF16: 2, KvDtype.FP16: 2, KvDtype.INT8: 1}[self]
+        return {KvDtype.FP32: 4, KvDtype.BF16: 2, KvDtype.FP16: 2, KvDtype.INT8: 1, KvDtype.FP8: 1}[self]
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether elements come with one fp32 scale per (K or V, head, token)."""
+        return self in (KvDtype.INT8, KvDtype.FP8)
 
 
 class RopeScaling(StrEnum):

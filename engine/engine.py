@@ -5,7 +5,7 @@
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.cache.block_pool import BlockPool
@@ -14,8 +14,11 @@ from engine.errors import InvalidRequest
 from engine.model.interface import LanguageModel
 from engine.model.kv_cache import KvCache
 from engine.runner import ModelRunner
+from engine.scheduler.plan import StepPlan
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence import Sequence
+from engine.spec.head_follower import HeadFollower
+from engine.spec.sampling import Sampler
 from engine.spec.speculation import Speculation
 from engine.types import BlockId, EngineRequest, RequestId, SequenceOutput
 
@@ -37,8 +40,9 @@ class ExportListener(Protocol):
     def on_layer(self, layer: int, progress: tuple[ChunkProgress, ...]) -> None:
         """KV of this layer is final up to `progress`.
 
-        Called on the engine's thread during a step, layers in order, with the same `progress` object for all layers
-        of a step. Must return at once and must not raise. The blocks stay with the sequence until `Engine.remove`.
+        Called during a step, on the engine's thread or on one that the cache has for it, layers in order, with the
+        same `progress` object for all layers of a step. Must return at once and must not raise. The blocks stay with
+        the sequence until `Engine.remove`.
         """
         ...
 
@@ -79,6 +83,8 @@ class Engine:
         scheduler_config: SchedulerConfig,
         export_listener: ExportListener | None = None,
         speculation: Speculation | None = None,
+        sampler: Sampler | None = None,
+        follower: HeadFollower | None = None,
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache
@@ -91,9 +97,10 @@ class Engine:
             max_position=model.config.max_position,
             eos_token_ids=model.config.eos_token_ids,
         )
-        self._runner = ModelRunner(model, kv_cache)
+        self._runner = ModelRunner(model, kv_cache, sampler, follower)
         self._export_listener = export_listener
         self._speculation = speculation
+        self._follower = follower
 
     @property
     def has_work(self) -> bool:
@@ -129,8 +136,13 @@ class Engine:
             return None
         return Granted(tuple(sequence.block_table), sequence.num_cached_tokens)
 
-    def commit(self, request_id: RequestId, first_token_id: int) -> SequenceOutput | None:
+    def commit(self, request_id: RequestId, first_token_id: int, draft_features: bytes = b"") -> SequenceOutput | None:
         """Schedule a reserved request whose KV has been imported and verified; None when it is gone by now.
+
+        Args:
+            request_id: The request.
+            first_token_id: What prefill sampled.
+            draft_features: From `SequenceOutput.draft_features` on the prefill worker; empty = it has no draft head.
 
         Returns:
             The first token's output, which the prefill worker has already sent to the gateway.
@@ -138,6 +150,8 @@ class Engine:
         sequence = self.scheduler.get(request_id)
         if sequence is None:
             return None
+        if self._follower is not None:
+            self._follower.take_over(request_id, sequence.num_tokens, draft_features)
         return self.scheduler.activate(sequence, first_token_id, time.monotonic_ns())
 
     def prefill_locally(self, request_id: RequestId) -> bool:
@@ -151,14 +165,20 @@ class Engine:
     def remove(self, request_ids: Iterable[RequestId]) -> list[RequestId]:
         """End requests at whatever phase and free their blocks; returns those that were here."""
         removed = [request_id for request_id in request_ids if self.scheduler.remove(request_id) is not None]
-        if self._speculation is not None:
-            for request_id in removed:
+        for request_id in removed:
+            if self._speculation is not None:
                 self._speculation.forget(request_id)
+            if self._follower is not None:
+                self._follower.forget(request_id)
         return removed
 
     def step(self) -> list[SequenceOutput]:
         """Run one step; returns what it produced, or [] when nothing could run."""
-        drafts = self._speculation.propose(self.scheduler.decodes()) if self._speculation is not None else None
+        drafts = None
+        if self._speculation is not None:
+            if self._follower is not None:
+                self.scheduler.look_ahead(self._speculation.max_draft_tokens)
+            drafts = self._speculation.propose(self.scheduler.decodes())
         plan = self.scheduler.plan(time.monotonic_ns(), drafts)
         if not plan.chunks:
             return []
@@ -180,7 +200,20 @@ class Engine:
         outputs = self.scheduler.apply(plan, result, finished_ns)
         if self._speculation is not None:
             self._speculation.observe(plan, outputs, (finished_ns - started_ns) / 1e9)
-        return outputs
+        return outputs if self._follower is None else self._followed(self._follower, plan, outputs)
+
+    @staticmethod
+    def _followed(follower: HeadFollower, plan: StepPlan, outputs: list[SequenceOutput]) -> list[SequenceOutput]:
+        """Add what a hand-off carries for drafting, and forget who ended."""
+        handoffs = {chunk.sequence.request_id for chunk in plan.chunks if chunk.sequence.is_handoff}
+        found: list[SequenceOutput] = []
+        for output in outputs:
+            if output.request_id in handoffs:
+                output = replace(output, draft_features=follower.export(output.request_id))
+            elif output.finish_reason is not None:
+                follower.forget(output.request_id)
+            found.append(output)
+        return found
 
     def load(self) -> EngineLoad:
         """Return the counts now."""

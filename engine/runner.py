@@ -1,6 +1,6 @@
 """ModelRunner: turns a step plan into tensors, runs the model and samples. Knows nothing of requests' lives.
 
-Next: `engine/model/interface.py` for the model, `engine/spec/verify.py` for the tokens.
+Next: `engine/model/interface.py` for the model, `engine/spec/sampling.py` for the tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,16 +8,18 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from engine.model.batch import StepBatch
 from engine.model.interface import LanguageModel
 from engine.model.kv_cache import KvCache
 from engine.sampling.distribution import TokenHistory
-from engine.sampling.sampler import SampleRequest, position_logprobs
+from engine.sampling.sampler import SampleRequest
 from engine.scheduler.plan import SampledTokens, ScheduledChunk, StepPlan, StepResult
 from engine.sequence import Sequence as EngineSequence
-from engine.spec.verify import VerifyItem, verify
-from engine.types import PositionLogprobs
+from engine.spec.head_follower import HeadFollower
+from engine.spec.sampling import HostSampler, Sampler
+from engine.spec.verify import VerifyItem
 
 LayerCallback = Callable[[int], None]
 """Called on the engine's thread with a layer's index once the step's KV of that layer is in the cache."""
@@ -26,28 +28,50 @@ LayerCallback = Callable[[int], None]
 class ModelRunner:
     """Runs steps of one model over one KV cache, always on the same thread."""
 
-    def __init__(self, model: LanguageModel, kv_cache: KvCache) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        kv_cache: KvCache,
+        sampler: Sampler | None = None,
+        follower: HeadFollower | None = None,
+    ) -> None:
+        """Make a runner.
+
+        Args:
+            model: What computes.
+            kv_cache: Where it keeps KV.
+            sampler: What draws; by default logits are sampled on the host.
+            follower: Of the model, where a draft head runs behind it.
+        """
         self.model = model
         self.kv_cache = kv_cache
+        self._sampler = sampler or HostSampler()
+        self._follower = follower
         self._block_size = kv_cache.layout.block_size
 
     def run(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
         """Compute a step's KV and sample after every chunk that reaches its sequence's end, verifying its drafts."""
         batch = self._build_batch(plan.chunks)
-        logits = self.model.forward(batch, self.kv_cache, on_layer)  # [num_logit_rows, vocab_size] fp32
-        rows: NDArray[np.float32] = logits.detach().cpu().numpy()
+        logits: Tensor  # [num_logit_rows, vocab_size] fp32
+        if self._follower is None:
+            logits = self.model.forward(batch, self.kv_cache, on_layer)
+        else:
+            logits = self._follower.forward(batch, plan.chunks, on_layer)
         items: list[VerifyItem] = []
         num_rows = 0
         for chunk in plan.chunks:
             if chunk.samples:
                 items.append(VerifyItem(num_rows, chunk.draft_token_ids, self._sample_request(chunk.sequence)))
                 num_rows += 1 + len(chunk.draft_token_ids)
-        new_tokens = verify(rows, items)
         sequences = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+        sampled = self._sampler.sample(logits, items)
+        if self._follower is not None:
+            new_counts = iter([len(new.token_ids) for new in sampled])
+            self._follower.settle(plan.chunks, [next(new_counts) - 1 if chunk.samples else 0 for chunk in plan.chunks])
         return StepResult(
             tuple(
-                SampledTokens(sequence.request_id, token_ids, _logprobs(rows[item.first_row :], sequence, token_ids))
-                for sequence, item, token_ids in zip(sequences, items, new_tokens, strict=True)
+                SampledTokens(sequence.request_id, new.token_ids, new.logprobs)
+                for sequence, new in zip(sequences, sampled, strict=True)
             )
         )
 
@@ -79,23 +103,13 @@ class ModelRunner:
             if chunk.samples:
                 first = query_start[-1] - 1 - len(chunk.draft_token_ids)
                 logit_rows.extend(range(first, query_start[-1]))
-        device = self.model.device
-        # Ranges and tables are read by the host to plan launches; only what the kernels read goes to the device.
+        # On the host: a model plans from them there, and brings to its device what its kernels read.
         return StepBatch(
-            token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
-            positions=torch.as_tensor(positions, dtype=torch.int64, device=device),
-            slot_mapping=torch.as_tensor(np.concatenate(slots), dtype=torch.int64, device=device),
+            token_ids=torch.tensor(token_ids, dtype=torch.int64),
+            positions=torch.as_tensor(positions, dtype=torch.int64),
+            slot_mapping=torch.as_tensor(np.concatenate(slots), dtype=torch.int64),
             query_start=torch.tensor(query_start, dtype=torch.int32),
             context_lens=torch.tensor(context_lens, dtype=torch.int32),
             block_tables=torch.as_tensor(block_tables),
-            logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
+            logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
         )
-
-
-def _logprobs(
-    rows: NDArray[np.float32], sequence: EngineSequence, token_ids: tuple[int, ...]
-) -> tuple[PositionLogprobs, ...]:
-    num_top = sequence.sampling_params.logprobs
-    if num_top is None:
-        return ()
-    return tuple(position_logprobs(rows[offset], token_id, num_top) for offset, token_id in enumerate(token_ids))

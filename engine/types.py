@@ -167,6 +167,8 @@ class SequenceOutput:
     """Draft tokens accepted in this step."""
     prefill_timing: PrefillTiming | None = None
     """Set in the output that holds the first token computed here."""
+    draft_features: bytes = b""
+    """What decode's draft head needs to go on, see `HeadFollower.export`; empty unless a hand-off with a head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,3 +188,5 @@ class HandoffRecord:
     """From arrival at the prefill worker to the start of the first chunk."""
     traceparent: str
     """W3C trace context of the prefill span; empty = none."""
+    draft_features: bytes = b""
+    """Features of the last prompt token for decode's draft head, fp32 little-endian; empty = prefill runs none."""

@@ -22,8 +22,8 @@ class BlockSource(Protocol):
     def read_blocks(self, layer: int, block_ids: Sequence[BlockId], out: memoryview) -> None:
         """Copy one layer's blocks, in the order of `block_ids`, into `out`.
 
-        Called on the event loop, once per layer of a frame, while the caller of `Export.layer_ready` still holds
-        references on the blocks. Blocks are only read after they were reported as final.
+        Called on the event loop, once or more per layer of a frame, while the caller of `Export.layer_ready` still
+        holds references on the blocks. Blocks are only read after they were reported as final.
 
         Args:
             layer: 0-based layer index.

@@ -10,12 +10,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self, TypeVar, assert_never
 
+from engine.cache.layout import KvLayout
 from engine.clock import Clock
 from engine.errors import EngineError, PeerUnavailable, RequestCancelled, TransferError
 from engine.types import BlockId
 from kv_transfer.blocks import BlockSource
+from kv_transfer.device import gather_on_device
 from kv_transfer.flow import LoopYield
 from kv_transfer.frame import Frame, FrameKind, PayloadBuffer, seal
+from kv_transfer.gather import gather
 from kv_transfer.handle import KvHandle, TransferStats
 from kv_transfer.handoff_sender import (
     AbortRequested,
@@ -56,6 +59,7 @@ class Export:
         self,
         handle: KvHandle,
         source: BlockSource,
+        layout: KvLayout,
         connect: Callable[[], Awaitable[PeerLink]],
         cost: FrameCost,
         clock: Clock,
@@ -67,20 +71,19 @@ class Export:
     ) -> None:
         self.handle = handle
         self._source = source
+        self._num_layers = layout.num_layers
         self._connect = connect
         self._cost = cost
         self._clock = clock
         self._accept_timeout_s = accept_timeout_s
         self._commit_timeout_s = commit_timeout_s
         self._on_failed = on_failed
-        layout = source.layout
         first_block = handle.start_token // layout.block_size
         num_bytes = (layout.num_blocks(handle.num_tokens) - first_block) * layout.block_bytes * layout.num_layers
+        min_frame_bytes = 0 if is_layerwise else None
         if is_layerwise is None:
-            is_layerwise = cost.is_layerwise(num_bytes, layout.num_layers)
-        self.is_layerwise = is_layerwise
-        """Whether layers leave as they become ready, or all at the end."""
-        self._machine = SenderHandoff(layout, handle.start_token, handle.num_tokens, is_layerwise=is_layerwise)
+            min_frame_bytes = cost.frame_bytes(num_bytes)
+        self._machine = SenderHandoff(layout, handle.start_token, handle.num_tokens, min_frame_bytes=min_frame_bytes)
         self._block_ids: Sequence[BlockId] = ()
         self._instructions: deque[SenderInstruction] = deque()
         self._wake = asyncio.Event()
@@ -114,6 +117,8 @@ class Export:
             num_tokens: Tokens of the sequence that are computed, counted from its start.
             block_ids: The sequence's block table on this worker, from its first block on.
         """
+        if layer >= self._num_layers:
+            return  # a draft head's, and decode has none
         if len(block_ids) > len(self._block_ids):
             self._block_ids = tuple(block_ids)
         if len(self._block_ids) * self._source.layout.block_size < min(num_tokens, self.handle.num_tokens):
@@ -286,8 +291,7 @@ class Export:
         link, handle, blocks = self._link, self.handle, instruction.blocks
         if link is None:
             return
-        layer_bytes = blocks.num_blocks * self._source.layout.block_bytes
-        num_bytes = layer_bytes * blocks.num_layers
+        num_bytes = blocks.num_cells * self._source.layout.block_bytes
         started_at = self._clock.now()
         buffer = link.connection.reserve_now(num_bytes)
         if buffer is None:
@@ -298,10 +302,6 @@ class Export:
         try:
             if self._machine.state is SenderState.FAILED:
                 return  # failed while waiting for room: the blocks may no longer be ours to read
-            block_ids = self._block_ids[blocks.first_block : blocks.first_block + blocks.num_blocks]
-            for index, layer in enumerate(blocks.layers):
-                out = buffer.view[index * layer_bytes : (index + 1) * layer_bytes]
-                self._source.read_blocks(layer, block_ids, out)
             frame = seal(
                 FrameKind.KV,
                 handle.lease_id,
@@ -313,6 +313,9 @@ class Export:
                 first_block=blocks.first_block,
                 num_blocks=blocks.num_blocks,
                 buffer=buffer,
+                pieces=gather(self._source, blocks, self._block_ids, buffer.view)
+                if buffer.device is None
+                else gather_on_device(self._source, blocks, self._block_ids, buffer.device),
             )
             await link.connection.send(frame)
         finally:

@@ -57,7 +57,8 @@ class Exporter:
             commit_timeout_s: Limit for `Export.finish`.
         """
         self._source = source
-        self._hello = Hello(worker_id, incarnation, source.layout)
+        self._worker_id = worker_id
+        self._incarnation = incarnation
         self._transports = transports
         self._scheme = scheme
         self._clock = clock or SystemClock()
@@ -103,7 +104,8 @@ class Exporter:
 
         Args:
             handle: What decode issued.
-            is_layerwise: Whether layers leave as they become ready; None = decided from measured costs.
+            is_layerwise: Whether each layer leaves as it becomes ready, or all leave at the end; None = layers leave in
+                frames of a size that measured costs decide.
             on_failed: Called on the event loop when the hand-off fails, so that compute can be stopped early. `finish`
                 raises the same error.
 
@@ -122,6 +124,7 @@ class Exporter:
         return Export(
             handle,
             self._source,
+            self._source.layout.shared_with(peer.layout),
             lambda: self._link(peer),
             self._costs.setdefault(handle.worker_id, FrameCost()),
             self._clock,
@@ -158,7 +161,9 @@ class Exporter:
         return task
 
     async def _open(self, peer: Peer) -> PeerLink:
-        connection = await open_connection(self._transports, peer, self._hello, self._scheme, self._connect_timeout_s)
+        # Of what this worker has, decode is told of and gets those layers that it has as well.
+        hello = Hello(self._worker_id, self._incarnation, self._source.layout.shared_with(peer.layout))
+        connection = await open_connection(self._transports, peer, hello, self._scheme, self._connect_timeout_s)
         return PeerLink(peer, connection)
 
     def _drop(self, worker_id: WorkerId, reason: EngineError) -> None:

@@ -15,7 +15,7 @@ its own check word and the digest covers header and payload. Meaning of the cont
 """
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -23,6 +23,7 @@ import xxhash
 
 from engine.errors import ChecksumMismatch, TransferError
 from engine.types import Epoch, Incarnation, LeaseId
+from kv_transfer.device import DeviceBytes
 
 MAGIC = b"KVRF"
 VERSION = 1
@@ -98,7 +99,7 @@ class PayloadBuffer:
     `release` after either does nothing.
     """
 
-    __slots__ = ("_on_release", "location", "owner", "view")
+    __slots__ = ("_on_release", "device", "location", "owner", "view")
 
     def __init__(
         self,
@@ -106,8 +107,11 @@ class PayloadBuffer:
         owner: object = None,
         location: int = 0,
         on_release: Callable[[], None] | None = None,
+        device: DeviceBytes | None = None,
     ) -> None:
         self.view = view
+        self.device = device
+        """Where the payload goes instead, if it stays in device memory; `view` is empty then."""
         self.owner = owner
         self.location = location
         self._on_release = on_release
@@ -131,7 +135,7 @@ class Frame:
     until `release`, which hands the memory back to the transport; every received frame must be released once read.
     """
 
-    __slots__ = ("_on_release", "buffer", "header", "payload")
+    __slots__ = ("_on_release", "buffer", "device", "header", "payload")
 
     def __init__(
         self,
@@ -139,9 +143,12 @@ class Frame:
         payload: memoryview,
         buffer: PayloadBuffer | None = None,
         on_release: Callable[[], None] | None = None,
+        device: DeviceBytes | None = None,
     ) -> None:
         self.header = header
         self.payload = payload
+        self.device = device
+        """The payload in device memory; `payload` is empty then."""
         self.buffer = buffer
         """The connection's memory that `payload` lies in, if it was reserved there."""
         self._on_release = on_release
@@ -149,6 +156,7 @@ class Frame:
     def release(self) -> None:
         """Return the payload's memory; the payload is empty afterwards. Safe to call twice."""
         self.payload = _EMPTY
+        self.device = None
         on_release, self._on_release = self._on_release, None
         if on_release is not None:
             on_release()
@@ -175,10 +183,16 @@ def _sign(header: FrameHeader) -> bytes:
     )
 
 
-def _digest(signed: bytes, payload: memoryview) -> int:
+def _digest(signed: bytes, pieces: Iterable[memoryview]) -> int:
     state = xxhash.xxh3_64(signed)
-    state.update(payload)
+    for piece in pieces:
+        state.update(piece)
     return state.intdigest()
+
+
+def _pieces(payload: memoryview, device: DeviceBytes | None) -> tuple[memoryview]:
+    """What a digest is taken over: the bytes, or the fingerprint of those that are in device memory."""
+    return (payload if device is None else memoryview(device.fingerprint()),)
 
 
 def seal(
@@ -193,28 +207,47 @@ def seal(
     first_block: int = 0,
     num_blocks: int = 0,
     buffer: PayloadBuffer | None = None,
+    pieces: Iterable[memoryview] | None = None,
 ) -> Frame:
     """Build a frame and compute its digest.
+
+    Args:
+        kind: And the next ones: the header's fields.
+        lease_id: See `FrameHeader`.
+        epoch: See `FrameHeader`.
+        incarnation: See `FrameHeader`.
+        payload: The payload, or the memory that `pieces` fills.
+        layer_start: See `FrameHeader`.
+        num_layers: See `FrameHeader`.
+        first_block: See `FrameHeader`.
+        num_blocks: See `FrameHeader`.
+        buffer: The connection's memory that `payload` lies in.
+        pieces: All of `payload` from front to back, each piece yielded as soon as it is filled: it is digested while
+            the processor still has it cached. None = the payload is filled already.
 
     Raises:
         FrameError: A field is outside its bounds; such a frame would be refused by every receiver.
     """
     view = memoryview(payload).cast("B") if not isinstance(payload, memoryview) else payload
+    device = None if buffer is None else buffer.device
+    num_bytes = len(view) if device is None else len(device)
     draft = FrameHeader(
-        kind, lease_id, epoch, incarnation, layer_start, num_layers, first_block, num_blocks, len(view), 0
+        kind, lease_id, epoch, incarnation, layer_start, num_layers, first_block, num_blocks, num_bytes, 0
     )
     _check_bounds(draft)
-    digest = _digest(_sign(draft), view)
+    digest = _digest(_sign(draft), _pieces(view, device) if pieces is None else pieces)
     header = FrameHeader(
-        kind, lease_id, epoch, incarnation, layer_start, num_layers, first_block, num_blocks, len(view), digest
+        kind, lease_id, epoch, incarnation, layer_start, num_layers, first_block, num_blocks, num_bytes, digest
     )
-    return Frame(header, view, buffer)
+    return Frame(header, view, buffer, device=device)
 
 
 def verify(frame: Frame) -> None:
     """Raise `ChecksumMismatch` unless header and payload are what the sender sealed."""
     header = frame.header
-    if len(frame.payload) != header.payload_bytes or _digest(_sign(header), frame.payload) != header.digest:
+    num_bytes = len(frame.payload) if frame.device is None else len(frame.device)
+    pieces = _pieces(frame.payload, frame.device)
+    if num_bytes != header.payload_bytes or _digest(_sign(header), pieces) != header.digest:
         raise ChecksumMismatch(
             f"{header.kind.name} frame of lease {header.lease_id:x}: {header.payload_bytes} payload bytes do not have "
             f"the digest that their header names"

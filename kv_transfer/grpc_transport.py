@@ -17,6 +17,7 @@ from kv_transfer.address import Address, parse_address
 from kv_transfer.flow import BufferPool, ByteBudget, FrameQueue
 from kv_transfer.frame import HEADER_BYTES, Frame, FrameError, FrameHeader, PayloadBuffer, decode_header, encode_header
 from kv_transfer.grpc_wire import Part, decode_part, encode_part
+from kv_transfer.heap import keep_freed_memory
 from kv_transfer.serving import HandlerTasks
 from kv_transfer.transport import DEFAULT_CONNECT_TIMEOUT_S, Connection, ConnectionClosed, ConnectionHandler
 
@@ -24,8 +25,8 @@ SERVICE: Final = "kvrelay.v1.KvTransferService"
 METHOD: Final = f"/{SERVICE}/Transfer"
 CHUNK_BYTES: Final = 1 << 20
 """Most payload bytes in one message."""
-IN_FLIGHT_BYTES: Final = 8 << 20
-"""Bytes that may wait on each side, outside gRPC's own buffers."""
+IN_FLIGHT_BYTES: Final = 4 << 20
+"""Bytes that may wait on each side, outside gRPC's own buffers; few enough that they are still cached when they go."""
 CLOSE_TIMEOUT_S: Final = 2.0
 
 ChannelOptions = Sequence[tuple[str, int | str]]
@@ -70,6 +71,7 @@ class GrpcConnection:
         self._read = read
         self._write = write
         self._shut_down = shut_down
+        keep_freed_memory()
         self._pool = BufferPool()
         self._received = FrameQueue()
         self._received_budget = ByteBudget(IN_FLIGHT_BYTES)

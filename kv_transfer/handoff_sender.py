@@ -1,8 +1,8 @@
 """The sending side of one hand-off attempt as a state machine without input or output.
 
 `SenderHandoff.handle` takes an event and returns instructions; `export.py` carries them out in order. It decides which
-blocks go into the next frame: whatever is final and unsent, several layers at once when the link lags behind compute.
-States and transitions are drawn in `docs/handoff.md`.
+blocks go into the next frame: whatever is final and unsent, several layers at once when that is cheaper or when the
+link lags behind compute. States and transitions are drawn in `docs/handoff.md`.
 """
 
 from dataclasses import dataclass
@@ -133,11 +133,20 @@ class SenderHandoff:
     is final; `SendCommit` once and only after all of them; `Finished` exactly once, last.
     """
 
-    def __init__(self, source: KvLayout, start_token: int, num_tokens: int, *, is_layerwise: bool) -> None:
+    def __init__(self, source: KvLayout, start_token: int, num_tokens: int, *, min_frame_bytes: int | None) -> None:
+        """Make a machine in OPENING.
+
+        Args:
+            source: Layout of the blocks that are sent.
+            start_token: First token to send.
+            num_tokens: Tokens of the prompt.
+            min_frame_bytes: While compute goes on, a frame waits until it has that many bytes or is as large as frames
+                get. 0 = each layer leaves as it becomes ready; None = nothing leaves before everything is ready.
+        """
         self._source = source
         self._num_tokens = num_tokens
         self._max_frame_bytes = source.block_bytes
-        self._is_layerwise = is_layerwise
+        self._min_frame_bytes = min_frame_bytes
         first_block = start_token // source.block_size
         self._end_block = source.num_blocks(num_tokens)
         self._ready = [first_block] * source.num_layers
@@ -234,8 +243,6 @@ class SenderHandoff:
                 return []
             self.state = SenderState.COMMITTING
             return [SendCommit(self.num_bytes, self.num_frames, self._coverage.digest(), self._record)]
-        if not self._is_layerwise and not self.is_all_ready:
-            return []
         blocks = self._pick()
         if blocks is None or blocks.num_cells * self._source.block_bytes > self._credit:
             return []
@@ -246,7 +253,10 @@ class SenderHandoff:
         return [SendKv(blocks)]
 
     def _pick(self) -> BlockRange | None:
-        """Return the next frame's blocks: the first layer with final unsent blocks, and those after it alike."""
+        """Return the next frame's blocks: the first layer with final unsent blocks, and those after it alike.
+
+        None = nothing is unsent, or it waits for more.
+        """
         num_layers = self._source.num_layers
         start = next((layer for layer in range(num_layers) if self._sent[layer] < self._ready[layer]), None)
         if start is None:
@@ -262,7 +272,16 @@ class SenderHandoff:
                 and (stop + 1 - start) * num_blocks <= max_cells
             ):
                 stop += 1
-        return BlockRange(first, num_blocks, start, stop - start)
+        blocks = BlockRange(first, num_blocks, start, stop - start)
+        return blocks if self._may_leave(blocks, max_cells) else None
+
+    def _may_leave(self, blocks: BlockRange, max_cells: int) -> bool:
+        if self.is_all_ready:
+            return True
+        if self._min_frame_bytes is None:
+            return False
+        is_full = blocks.num_cells + blocks.num_blocks > max_cells
+        return is_full or blocks.num_cells * self._source.block_bytes >= self._min_frame_bytes
 
     def _fail(self, error: EngineError) -> list[SenderInstruction]:
         self.state = SenderState.FAILED

@@ -19,6 +19,7 @@ from engine.errors import ChecksumMismatch, EngineError, InvalidRequest, LeaseEx
 from engine.types import BlockId, Epoch, Incarnation, LeaseId, WorkerId
 from kv_transfer.blocks import BlockSink
 from kv_transfer.coverage import BlockRange
+from kv_transfer.device import DeviceBytes
 from kv_transfer.frame import Frame, FrameError, FrameKind, seal, verify
 from kv_transfer.handle import KvHandle, TransferStats
 from kv_transfer.handoff_receiver import (
@@ -38,7 +39,7 @@ from kv_transfer.handoff_receiver import (
     WriterFailed,
     WriteTokens,
 )
-from kv_transfer.landing import write_layer
+from kv_transfer.landing import part_of, write_layer
 from kv_transfer.lease import Lease, LeaseTable
 from kv_transfer.messages import Commit, Credit, Open, Rejection
 
@@ -218,8 +219,9 @@ class ImportTable:
         if header.kind is FrameKind.KV:
             entry = self._checked(header.lease_id, header.epoch)
             blocks = BlockRange(header.first_block, header.num_blocks, header.layer_start, header.num_layers)
+            payload = frame.payload if frame.device is None else frame.device
             event = KvArrived(writer.writer_id, blocks, header.payload_bytes, header.digest, self._is_intact(frame))
-            self._execute(entry, writer, entry.attempt.handle(event), frame.payload)
+            self._execute(entry, writer, entry.attempt.handle(event), payload)
             return
         if not self._is_intact(frame):
             raise ChecksumMismatch(f"a {header.kind.name} frame does not have the digest that its header names")
@@ -264,7 +266,7 @@ class ImportTable:
         entry: _Import,
         writer: Writer,
         instructions: list[ReceiverInstruction],
-        payload: memoryview | None = None,
+        payload: memoryview | DeviceBytes | None = None,
     ) -> None:
         for instruction in instructions:
             match instruction:
@@ -289,11 +291,11 @@ class ImportTable:
                 case _:
                     assert_never(instruction)
 
-    def _write(self, entry: _Import, writer: Writer, write: WriteTokens, payload: memoryview) -> bool:
+    def _write(self, entry: _Import, writer: Writer, write: WriteTokens, payload: memoryview | DeviceBytes) -> bool:
         layer_bytes = write.blocks.num_blocks * write.source.block_bytes
         try:
             for index, layer in enumerate(write.blocks.layers):
-                part = payload[index * layer_bytes : (index + 1) * layer_bytes]
+                part = part_of(payload, index * layer_bytes, (index + 1) * layer_bytes)
                 write_layer(self._sink, layer, entry.block_ids, entry.start_token, write, part)
         except Exception as error:
             # The sink is another component (a device may be behind it): its failure ends this attempt, not the loop.

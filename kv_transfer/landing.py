@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from engine.types import BlockId
 from kv_transfer.blocks import BlockSink
+from kv_transfer.device import DeviceBytes, DeviceSink
 from kv_transfer.handoff_receiver import WriteTokens
 
 
@@ -17,7 +18,7 @@ def write_layer(
     block_ids: Sequence[BlockId],
     start_token: int,
     write: WriteTokens,
-    payload: memoryview,
+    payload: memoryview | DeviceBytes,
 ) -> None:
     """Write one layer of a frame.
 
@@ -27,13 +28,24 @@ def write_layer(
         block_ids: The reservation's blocks; the first holds `start_token`.
         start_token: First token of the hand-off, a multiple of the target's block size.
         write: What to write; `write.blocks` says which source blocks `payload` holds.
-        payload: The layer's whole source blocks.
+        payload: The layer's whole source blocks. Those in device memory stay there where sink and layout allow it.
     """
     target = sink.layout
     num_cached_blocks = start_token // target.block_size
     first = write.token_start // target.block_size - num_cached_blocks
     end = target.num_blocks(write.token_start + write.num_tokens) - num_cached_blocks
-    if write.source == target:
+    is_own_layout = write.source == target.shared_with(write.source)
+    if not isinstance(payload, memoryview):
+        if is_own_layout and isinstance(sink, DeviceSink):
+            sink.write_device_blocks(layer, block_ids[first:end], payload)
+            return
+        payload = payload.to_host()
+    if is_own_layout:
         sink.write_blocks(layer, block_ids[first:end], payload)
     else:
         sink.write_converted(layer, write.token_start, write.num_tokens, block_ids[first:end], payload, write.source)
+
+
+def part_of(payload: memoryview | DeviceBytes, start: int, end: int) -> memoryview | DeviceBytes:
+    """The bytes [start, end) of a payload, without a copy."""
+    return payload[start:end] if isinstance(payload, memoryview) else payload.part(start, end)

@@ -29,6 +29,7 @@ MAX_RECORD_BYTES = 512 << 10
 """Largest hand-off record inside COMMIT."""
 
 _HELLO = struct.Struct("<QIIII")
+_DRAFT_LAYERS = struct.Struct("<I")
 _OPEN = struct.Struct(f"<{TICKET_BYTES}sII")
 _COMMIT = struct.Struct("<QIQQI")
 _CREDIT = struct.Struct("<Q")
@@ -70,6 +71,10 @@ class _Reader:
         except UnicodeDecodeError as error:
             raise FrameError("a string is not UTF-8") from error
 
+    @property
+    def is_at_end(self) -> bool:
+        return not len(self._data)
+
     def end(self) -> None:
         if len(self._data):
             raise FrameError(f"{len(self._data)} bytes follow a control payload")
@@ -87,7 +92,9 @@ class Hello:
         """Return the payload of a HELLO frame."""
         numbers = (self.layout.num_layers, self.layout.num_kv_heads, self.layout.head_dim, self.layout.block_size)
         strings = (self.worker_id, self.layout.model_fingerprint, self.layout.dtype)
-        return _HELLO.pack(self.incarnation, *numbers) + b"".join(map(_pack_string, strings))
+        # What knows of no draft layers reads and writes a HELLO without them.
+        draft_layers = _DRAFT_LAYERS.pack(self.layout.num_draft_layers) if self.layout.num_draft_layers else b""
+        return _HELLO.pack(self.incarnation, *numbers) + b"".join(map(_pack_string, strings)) + draft_layers
 
     @classmethod
     def decode(cls, payload: memoryview) -> "Hello":
@@ -95,17 +102,20 @@ class Hello:
         reader = _Reader(payload)
         incarnation, num_layers, num_kv_heads, head_dim, block_size = reader.numbers(_HELLO)
         worker_id, model_fingerprint, dtype = reader.string(), reader.string(), reader.string()
+        (num_draft_layers,) = (0,) if reader.is_at_end else reader.numbers(_DRAFT_LAYERS)
         reader.end()
         for name, number in (("layers", num_layers), ("heads", num_kv_heads), ("head size", head_dim)):
             if not 1 <= number <= 1 << 16:
                 raise FrameError(f"a layout with {number} {name} is out of bounds")
+        if num_draft_layers >= num_layers:
+            raise FrameError(f"{num_draft_layers} of {num_layers} layers cannot be a draft head's")
         if not 1 <= block_size <= 1 << 12:
             raise FrameError(f"a block size of {block_size} tokens is out of bounds")
         try:
             kv_dtype = KvDtype(dtype)
         except ValueError as error:
             raise FrameError("the KV dtype is unknown") from error
-        layout = KvLayout(model_fingerprint, num_layers, num_kv_heads, head_dim, block_size, kv_dtype)
+        layout = KvLayout(model_fingerprint, num_layers, num_kv_heads, head_dim, block_size, kv_dtype, num_draft_layers)
         return cls(WorkerId(worker_id), Incarnation(incarnation), layout)
 
 

@@ -1,9 +1,12 @@
-"""Decides whether a hand-off streams layer by layer or goes as one frame set, from measured costs.
+"""Decides how many bytes a frame waits for before it leaves, from measured costs.
 
-Streaming hides the transfer behind compute but pays a fixed cost per frame on a core that compute may want; one frame
-set pays few frames but all of its bytes come after the last layer. The break-even is where the bytes' time equals the
-extra frames' time, so both costs are fitted to what past frames took. Owns no clock and no I/O.
+Streaming hides the transfer behind compute but pays a fixed cost per frame, on cores that compute may want; whatever
+waits for company leaves after the last layer. Frames of `g` bytes, `n` bytes in all, cost `n / g` frames and leave the
+time of `g` bytes uncovered; the sum is least at `g = sqrt(n * frame / byte)`. A short prompt's best frame may be all of
+it. Both costs are fitted to what past frames took. Owns no clock and no I/O.
 """
+
+import math
 
 DECAY = 0.98
 """Weight of a past observation per new one: about the last 50 frames count."""
@@ -11,10 +14,12 @@ MIN_OBSERVATIONS = 8.0
 """Weight of observations below which the prior stands."""
 PRIOR_FRAME_S = 100e-6
 PRIOR_BYTE_S = 1 / 2e9
+NUM_SIDES = 2
+"""A frame is handled on both sides; what is measured is the sender's part."""
 
 
 class FrameCost:
-    """Fits `seconds = per_frame + per_byte * bytes` to sent frames by least squares with decay."""
+    """Fits `seconds = per_frame + per_byte * bytes` to the frames of one link by least squares with decay."""
 
     def __init__(self) -> None:
         self._weight = self._bytes = self._seconds = self._bytes_squared = self._product = 0.0
@@ -40,6 +45,8 @@ class FrameCost:
             # Frames of one size cannot tell the two apart: keep the frame cost, attribute the rest to the bytes.
             self.per_byte_s = max((self._seconds - self.per_frame_s * self._weight) / self._bytes, 0.0)
 
-    def is_layerwise(self, num_bytes: int, num_layers: int) -> bool:
-        """Return whether sending `num_bytes` after the last layer would cost more than a frame per layer."""
-        return num_bytes * self.per_byte_s > num_layers * self.per_frame_s
+    def frame_bytes(self, num_bytes: int) -> int:
+        """Return how large a frame had best be at least, of a hand-off of `num_bytes`; at most all of them."""
+        if self.per_byte_s * num_bytes <= self.per_frame_s:
+            return num_bytes
+        return min(num_bytes, round(math.sqrt(num_bytes * NUM_SIDES * self.per_frame_s / self.per_byte_s)))

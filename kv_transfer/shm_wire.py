@@ -31,8 +31,8 @@ DEFAULT_RING_BYTES = 64 << 20
 MAX_RING_BYTES = 4 << 30
 WARM_RING_BYTES = 8 << 20
 """Part of the ring that is used while the receiver keeps up."""
-PREFERRED_PAYLOAD_BYTES = 2 << 20
-"""Large enough to make a frame's fixed cost small, small enough to be still cached when it is digested after a copy."""
+PREFERRED_PAYLOAD_BYTES = 4 << 20
+"""Large enough to make a frame's fixed cost small, small enough that the receiver need not wait long for the first."""
 INLINE_BYTES = 4096
 """Payloads up to this size travel in the socket: cheaper than a ring region and its release."""
 MAX_QUEUED_FRAMES = 4096

@@ -47,7 +47,9 @@ class Connection(Protocol):
     async def reserve(self, num_bytes: int) -> PayloadBuffer:
         """Lend writable memory for one payload, waiting in order until there is room.
 
-        The caller owns it until the frame that carries it is sent, or must `release` it.
+        Where the transport was given device memory and so was the peer's, it may lend some of that: then the payload
+        goes to `PayloadBuffer.device` instead of `view`. The caller owns the memory until the frame that carries it is
+        sent, or must `release` it.
 
         Raises:
             ConnectionClosed: The connection ended before or while waiting.

@@ -4,7 +4,7 @@ Each frame is one control message (fixed size, with small payloads inside) and, 
 message. UCX itself bounds nothing and checks nobody: the bytes in flight are bounded here by acknowledgements, and what
 arrives is trusted only after digest and ticket have been checked. UCX listens on all interfaces: use it on a network of
 your own. Needs the extra `ucx`; `is_available` says whether it is there. Progress: `ucx_progress.py`; a connection:
-`ucx_connection.py`.
+`ucx_connection.py`; payloads in device memory: `device.py`.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ import structlog
 
 from engine.errors import EngineError, PeerUnavailable
 from kv_transfer.address import Address, parse_address
+from kv_transfer.device import DeviceMemory
 from kv_transfer.serving import HandlerTasks
 from kv_transfer.transport import DEFAULT_CONNECT_TIMEOUT_S, Connection, ConnectionHandler
 
@@ -42,13 +43,17 @@ class UcxTransport:
 
     scheme = "ucx"
 
-    def __init__(self, host: str = "127.0.0.1", config: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, host: str = "127.0.0.1", config: Mapping[str, str] | None = None, device: DeviceMemory | None = None
+    ) -> None:
         """Make a transport; UCX is loaded when it is first used.
 
         Args:
             host: The address under which peers reach this worker.
             config: UCX settings beside the tuned defaults, without their `UCX_` prefix; the environment wins.
+            device: Memory of the device that the KV cache is on; None = payloads go through host memory.
         """
+        self.device = device
         self._host = host
         self._config = config
         self._engine: UcxEngine | None = None
@@ -72,7 +77,7 @@ class UcxTransport:
 
     async def connect(self, address: str, timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S) -> Connection:
         """See `Transport.connect`."""
-        from kv_transfer.ucx_connection import connect
+        from kv_transfer.ucx_handshake import connect
 
         host, port = parse_address(address).host_and_port
         try:
@@ -82,7 +87,7 @@ class UcxTransport:
         engine = self._acquire()
         try:
             async with asyncio.timeout(timeout_s):
-                return await connect(engine, str(infos[0][4][0]), port, self.release)
+                return await connect(engine, str(infos[0][4][0]), port, self.release, self.device)
         except TimeoutError as error:
             self.release()
             raise PeerUnavailable(f"nobody answered on {address} within {timeout_s:g} s") from error
@@ -149,13 +154,13 @@ class UcxListener:
         task.add_done_callback(self._handshakes.discard)
 
     async def _shake_hands(self, endpoint: "ucx.UCXEndpoint") -> None:
-        from kv_transfer.ucx_connection import accept
+        from kv_transfer.ucx_handshake import accept
 
         transport = self._transport
         transport._num_users += 1
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                connection: UcxConnection = await accept(self._engine, endpoint, transport.release)
+                connection: UcxConnection = await accept(self._engine, endpoint, transport.release, transport.device)
         except (EngineError, TimeoutError) as error:
             _log.warning("kv_transfer.handshake_failed", transport="ucx", error=str(error))
             transport.release()

@@ -1,23 +1,25 @@
 """One UCX connection: control and payload messages, acknowledgements, and its end.
 
-    control message (fixed size): operation u8, 7 zero, length u64, then what the operation says
-      FRAME    frame header; `length` payload bytes, inside if they fit, else as the next payload message
+    control message (fixed size): operation u8, place u8, 6 zero, length u64, then what the operation says
+      FRAME    frame header; `length` payload bytes, inside if they fit, else as the next payload message, which is to
+               be received into device memory if `place` is 1
       ACK      the receiver released payloads of `length` bytes together
       CLOSE    nothing more comes; answered by CLOSED once all before it has arrived
 
-Tags are random per connection and direction, exchanged at its start, so no other peer of the worker writes here by
-accident. Runs on one event loop; UCX calls back on it.
+Tags are random per connection and direction, exchanged at its start (`ucx_handshake.py`), so no other peer of the
+worker writes here by accident. Where both sides have device memory, payloads lent by `reserve` lie there and go from
+device to device, by whatever way UCX has (cuda_ipc, RDMA, copies). Runs on one event loop; UCX calls back on it.
 """
 
 import asyncio
-import secrets
 import struct
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
-from engine.errors import EngineError, PeerUnavailable
+from engine.errors import EngineError
+from kv_transfer.device import DeviceBytes, DeviceMemory
 from kv_transfer.flow import BufferPool, ByteBudget, FrameQueue
 from kv_transfer.frame import HEADER_BYTES, Frame, FrameError, FrameHeader, PayloadBuffer, decode_header, encode_header
 from kv_transfer.transport import ConnectionClosed
@@ -31,11 +33,10 @@ CLOSE_TIMEOUT_S = 2.0
 ABORT_TIMEOUT_S = 0.5
 CONFIRM_LINGER_S = 0.1
 
-_ENVELOPE = struct.Struct("<B7xQ")
+_ENVELOPE = struct.Struct("<B?6xQ")
 _CONTROL_BYTES = _ENVELOPE.size + HEADER_BYTES + INLINE_BYTES
-_GREETING = struct.Struct("<8sQ")
-_MAGIC = b"KVUCX\0\0\1"
 _CONTROL_TAG, _PAYLOAD_TAG = 0, 1
+_EMPTY = memoryview(b"")
 
 
 class Operation(IntEnum):
@@ -47,49 +48,6 @@ class Operation(IntEnum):
     CLOSED = 4
 
 
-async def connect(engine: UcxEngine, host: str, port: int, on_gone: Callable[[], None]) -> "UcxConnection":
-    """Open a connection. `on_gone` is called once it has ended, not when this raises.
-
-    Raises:
-        PeerUnavailable: The peer cannot be reached or does not speak this protocol.
-    """
-    try:
-        endpoint = ucx.UCXEndpoint.create(engine.worker, host, port, endpoint_error_handling=True)
-    except ucx.UCXError as error:
-        raise PeerUnavailable(f"UCX: {error}") from error
-    return await _greet(engine, endpoint, on_gone, is_listener=False)
-
-
-async def accept(engine: UcxEngine, endpoint: "ucx.UCXEndpoint", on_gone: Callable[[], None]) -> "UcxConnection":
-    """Finish an incoming connection; like `connect`."""
-    return await _greet(engine, endpoint, on_gone, is_listener=True)
-
-
-async def _greet(
-    engine: UcxEngine, endpoint: "ucx.UCXEndpoint", on_gone: Callable[[], None], *, is_listener: bool
-) -> "UcxConnection":
-    own_tag = secrets.randbits(63) << 1
-    mine, theirs = bytearray(_GREETING.pack(_MAGIC, own_tag)), bytearray(_GREETING.size)
-    try:
-        # One after the other: UCX can lose the first stream message of an endpoint when both sides send at once.
-        if is_listener:
-            await engine.wait(endpoint.stream_send(Array(mine)))
-            await engine.wait(endpoint.stream_recv(Array(theirs)))
-        else:
-            await engine.wait(endpoint.stream_recv(Array(theirs)))
-            await engine.wait(endpoint.stream_send(Array(mine)))
-        magic, peer_tag = _GREETING.unpack(theirs)
-        if magic != _MAGIC:
-            raise PeerUnavailable("the peer does not speak this protocol")
-        return UcxConnection(engine, endpoint, own_tag, peer_tag, on_gone)
-    except ucx.UCXError as error:
-        engine.close_endpoint(endpoint)
-        raise PeerUnavailable(f"UCX: {error}") from error
-    except BaseException:
-        engine.close_endpoint(endpoint)
-        raise
-
-
 @dataclass(slots=True)
 class _Arriving:
     """A frame whose payload may still be on its way."""
@@ -97,6 +55,7 @@ class _Arriving:
     header: FrameHeader
     payload: memoryview
     memory: bytearray | None
+    device: DeviceBytes | None
     is_complete: bool
 
 
@@ -117,8 +76,11 @@ class UcxConnection:
         own_tag: int,
         peer_tag: int,
         on_gone: Callable[[], None],
+        device: DeviceMemory | None = None,
     ) -> None:
+        """Take over an endpoint; `device` lends memory for payloads where the peer has such memory too."""
         self._engine = engine
+        self._device = device
         self._endpoint: ucx.UCXEndpoint | None = endpoint
         self._receive_tags = (Tag(own_tag | _CONTROL_TAG), Tag(own_tag | _PAYLOAD_TAG))
         self._send_tags = (Tag(peer_tag | _CONTROL_TAG), Tag(peer_tag | _PAYLOAD_TAG))
@@ -148,42 +110,49 @@ class UcxConnection:
     async def reserve(self, num_bytes: int) -> PayloadBuffer:
         """See `Connection.reserve`."""
         await self._budget.acquire(num_bytes + HEADER_BYTES)
-        return self._buffer(num_bytes)
+        return self._buffer(num_bytes, self._device)
 
     def reserve_now(self, num_bytes: int) -> PayloadBuffer | None:
         """See `Connection.reserve_now`."""
-        return self._buffer(num_bytes) if self._budget.acquire_now(num_bytes + HEADER_BYTES) else None
+        return self._buffer(num_bytes, self._device) if self._budget.acquire_now(num_bytes + HEADER_BYTES) else None
 
-    def _buffer(self, num_bytes: int) -> PayloadBuffer:
+    def _buffer(self, num_bytes: int, device: DeviceMemory | None) -> PayloadBuffer:
+        if device is not None and num_bytes > INLINE_BYTES:
+            lent = device.take(num_bytes)
+            return PayloadBuffer(_EMPTY, self, on_release=lambda: self._give_back(lent, num_bytes), device=lent)
         memory = self._pool.take(num_bytes)
+        return PayloadBuffer(
+            memoryview(memory)[:num_bytes], self, on_release=lambda: self._give_back(memory, num_bytes)
+        )
 
-        def give_back() -> None:
-            self._pool.give(memory)
-            self._budget.release(num_bytes + HEADER_BYTES)
-
-        return PayloadBuffer(memoryview(memory)[:num_bytes], self, on_release=give_back)
+    def _give_back(self, memory: bytearray | DeviceBytes, num_bytes: int) -> None:
+        self._recycle(memory)
+        self._budget.release(num_bytes + HEADER_BYTES)
 
     async def send(self, frame: Frame) -> None:
         """See `Connection.send`."""
         buffer = frame.buffer
         if buffer is None or buffer.owner is not self:
-            buffer = await self.reserve(len(frame.payload))
+            if frame.device is not None:
+                raise FrameError("a payload in device memory goes over the connection that lent the memory")
+            await self._budget.acquire(len(frame.payload) + HEADER_BYTES)
+            buffer = self._buffer(len(frame.payload), None)
             buffer.view[:] = frame.payload
         if self._end is not None:
             buffer.release()
             raise self._end
-        payload = buffer.view
         # The peer's ACK gives the bytes back to the budget; the memory is free once UCX has sent it.
         buffer.detach()
-        memory = payload.obj
-        length = len(payload)
-        head = _ENVELOPE.pack(Operation.FRAME, length) + encode_header(frame.header)
-        if length <= INLINE_BYTES:
+        device, payload = buffer.device, buffer.view
+        memory = device if device is not None else payload.obj if isinstance(payload.obj, bytearray) else None
+        length = frame.header.payload_bytes
+        head = _ENVELOPE.pack(Operation.FRAME, device is not None, length) + encode_header(frame.header)
+        if device is None and length <= INLINE_BYTES:
             self._submit_control(head + bytes(payload))
             self._recycle(memory)
         else:
             self._submit_control(head)
-            self._submit(payload, _PAYLOAD_TAG, lambda: self._recycle(memory))
+            self._submit(payload if device is None else device.array, _PAYLOAD_TAG, lambda: self._recycle(memory))
 
     async def recv(self) -> Frame:
         """See `Connection.recv`."""
@@ -203,7 +172,7 @@ class UcxConnection:
     def _submit_control(self, message: bytes) -> None:
         self._submit(memoryview(bytearray(message.ljust(_CONTROL_BYTES, b"\0"))), _CONTROL_TAG, None)
 
-    def _submit(self, payload: memoryview, channel: int, on_sent: Callable[[], None] | None) -> None:
+    def _submit(self, payload: object, channel: int, on_sent: Callable[[], None] | None) -> None:
         endpoint = self._endpoint
         if endpoint is None:
             return
@@ -226,9 +195,11 @@ class UcxConnection:
         self._num_sending += 1
         self._engine.track(request, on_done)
 
-    def _recycle(self, memory: object) -> None:
+    def _recycle(self, memory: bytearray | DeviceBytes | None) -> None:
         if isinstance(memory, bytearray):
             self._pool.give(memory)
+        elif memory is not None:
+            memory.release()
 
     # --- receiving ------------------------------------------------------------------------------------------------
 
@@ -236,7 +207,7 @@ class UcxConnection:
         control = bytearray(_CONTROL_BYTES)
         self._receive(memoryview(control), _CONTROL_TAG, lambda: self._on_control(control))
 
-    def _receive(self, memory: memoryview, channel: int, on_received: Callable[[], None]) -> None:
+    def _receive(self, memory: object, channel: int, on_received: Callable[[], None]) -> None:
         endpoint = self._endpoint
         if endpoint is None:
             return
@@ -265,14 +236,15 @@ class UcxConnection:
         self._post_control()
 
     def _act_on(self, control: bytearray) -> None:
-        number, length = _ENVELOPE.unpack_from(control)
+        number, is_on_device, length = _ENVELOPE.unpack_from(control)
         try:
             operation = Operation(number)
         except ValueError as error:
             raise FrameError(f"unknown operation {number}") from error
         match operation:
             case Operation.FRAME:
-                self._on_frame(decode_header(control[_ENVELOPE.size : _ENVELOPE.size + HEADER_BYTES]), length, control)
+                header = decode_header(control[_ENVELOPE.size : _ENVELOPE.size + HEADER_BYTES])
+                self._on_frame(header, length, control, is_on_device=is_on_device)
             case Operation.ACK:
                 if length > self._budget.used:
                     raise FrameError(f"{length} bytes were acknowledged, {self._budget.used} are under way")
@@ -284,27 +256,33 @@ class UcxConnection:
                 self._is_confirmed = True
                 self._drop_if_quiet()
 
-    def _on_frame(self, header: FrameHeader, length: int, control: bytearray) -> None:
+    def _on_frame(self, header: FrameHeader, length: int, control: bytearray, *, is_on_device: bool) -> None:
         if header.payload_bytes != length:
             raise FrameError(f"a header names {header.payload_bytes} payload bytes, the envelope {length}")
         size = length + HEADER_BYTES
         if self._unreleased and self._unreleased + size > 2 * IN_FLIGHT_BYTES:
             raise FrameError("the peer sends more than may be under way")
+        if is_on_device and (self._device is None or length <= INLINE_BYTES):
+            raise FrameError("a payload for device memory, which was not agreed on")
         self._unreleased += size
         if length <= INLINE_BYTES:
             start = _ENVELOPE.size + HEADER_BYTES
-            self._arriving.append(_Arriving(header, memoryview(control)[start : start + length], None, True))
+            self._arriving.append(_Arriving(header, memoryview(control)[start : start + length], None, None, True))
             self._hand_on()
             return
-        memory = self._pool.take(length)
-        entry = _Arriving(header, memoryview(memory)[:length], memory, False)
+        if is_on_device and self._device is not None:
+            device = self._device.take(length)
+            entry = _Arriving(header, _EMPTY, None, device, False)
+        else:
+            memory = self._pool.take(length)
+            entry = _Arriving(header, memoryview(memory)[:length], memory, None, False)
         self._arriving.append(entry)
 
         def on_received() -> None:
             entry.is_complete = True
             self._hand_on()
 
-        self._receive(entry.payload, _PAYLOAD_TAG, on_received)
+        self._receive(entry.payload if entry.device is None else entry.device.array, _PAYLOAD_TAG, on_received)
 
     def _hand_on(self) -> None:
         """Make the frames at the head of the line available, and confirm a close behind the last of them."""
@@ -313,7 +291,7 @@ class UcxConnection:
             self._received.put(self._frame(entry))
         if self._must_confirm_close and not self._arriving:
             self._must_confirm_close = False
-            self._submit_control(_ENVELOPE.pack(Operation.CLOSED, 0))
+            self._submit_control(_ENVELOPE.pack(Operation.CLOSED, False, 0))
             self._finish(ConnectionClosed("closed by the peer"), drop=False)
             # The peer has ended too. It is not told when this endpoint goes, so it gets time to read the confirmation.
             self._set_deadline(CONFIRM_LINGER_S)
@@ -323,19 +301,19 @@ class UcxConnection:
         size = entry.header.payload_bytes + HEADER_BYTES
 
         def on_release() -> None:
-            self._recycle(entry.memory)
+            self._recycle(entry.memory if entry.device is None else entry.device)
             self._unreleased -= size
             # One acknowledgement for all frames released in a turn of the loop.
             if not self._to_acknowledge:
                 self._loop.call_soon(self._acknowledge)
             self._to_acknowledge += size
 
-        return Frame(entry.header, entry.payload.toreadonly(), on_release=on_release)
+        return Frame(entry.header, entry.payload.toreadonly(), on_release=on_release, device=entry.device)
 
     def _acknowledge(self) -> None:
         size, self._to_acknowledge = self._to_acknowledge, 0
         if self._end is None:
-            self._submit_control(_ENVELOPE.pack(Operation.ACK, size))
+            self._submit_control(_ENVELOPE.pack(Operation.ACK, False, size))
 
     # --- the end --------------------------------------------------------------------------------------------------
     #
@@ -347,7 +325,7 @@ class UcxConnection:
         is_first = self._end is None
         self._finish(error, drop=True)
         if is_first:
-            self._submit_control(_ENVELOPE.pack(Operation.CLOSE, 0))
+            self._submit_control(_ENVELOPE.pack(Operation.CLOSE, False, 0))
             self._set_deadline(timeout_s)
 
     def _set_deadline(self, timeout_s: float) -> None:

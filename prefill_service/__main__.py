@@ -22,7 +22,8 @@ def main(argv: Sequence[str]) -> int:
 
         def make_tier(context: WorkerContext) -> PrefillServicer:
             scheme = required_scheme(settings.transport)
-            servicer = PrefillServicer(context, make_transports(settings), scheme, settings.commit_timeout_s)
+            transports = make_transports(settings, context.kv_cache.device_memory)
+            servicer = PrefillServicer(context, transports, scheme, settings.commit_timeout_s)
             listener.attach(servicer)
             return servicer
 

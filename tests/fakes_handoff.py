@@ -76,8 +76,11 @@ async def run_tiers(
     verify_digests: bool = True,
     commit_timeout_s: float = 5.0,
     window_bytes: int = 1 << 20,
+    source_cache: ArrayCache | None = None,
+    sink: ArrayCache | None = None,
 ) -> AsyncIterator[Tiers]:
-    source_cache, sink = ArrayCache(source or tiny_layout(), 64), ArrayCache(target or tiny_layout(), 64)
+    source_cache = source_cache or ArrayCache(source or tiny_layout(), 64)
+    sink = sink or ArrayCache(target or tiny_layout(), 64)
     clock = FakeClock()
     leases = LeaseTable(clock)
     commits: list[tuple[LeaseId, Epoch, bytes, TransferStats]] = []

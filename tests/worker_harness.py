@@ -4,7 +4,7 @@ Everything is as in production (servers, sessions, transports, engines on their 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from engine.serving.options import channel_options
 from engine.serving.server import ServiceServer
 from engine.serving.status import from_status
 from engine.types import EngineRequest, Incarnation, SequenceOutput, WorkerId
+from kv_transfer.registry import TransportRegistry
 from kvrelay.v1 import (
     decode_service_pb2,
     decode_service_pb2_grpc,
@@ -54,13 +55,18 @@ class HarnessWorker:
 
 @asynccontextmanager
 async def run_decode(
-    make_engine: Callable[[], Engine], worker_id: str = "d0", **settings: Any
+    make_engine: Callable[[], Engine],
+    worker_id: str = "d0",
+    *,
+    transports: TransportRegistry | None = None,
+    **settings: Any,
 ) -> AsyncIterator[HarnessWorker]:
-    """Run a decode worker; `settings` are fields of `DecodeSettings`."""
+    """Run a decode worker; `settings` are fields of `DecodeSettings`, `transports` what it listens on if not theirs."""
     parsed = DecodeSettings.model_validate(settings)
 
     def make_tier(context: WorkerContext) -> DecodeServicer:
-        return DecodeServicer(context, make_transports(parsed), required_scheme(parsed.transport), parsed)
+        scheme = required_scheme(parsed.transport) if transports is None else None
+        return DecodeServicer(context, transports or make_transports(parsed), scheme, parsed)
 
     async with _run_worker(make_engine, worker_id, make_tier) as worker:
         yield worker
@@ -72,16 +78,23 @@ async def run_prefill(
     worker_id: str = "p0",
     *,
     transport: str = "auto",
+    transports: TransportRegistry | None = None,
     commit_timeout_s: float = 10.0,
+    answer_timeout_s: float | None = None,
 ) -> AsyncIterator[HarnessWorker]:
-    """Run a prefill worker; its engine must report layers to the listener it is given."""
+    """Run a prefill worker; its engine must report layers to the listener it is given.
+
+    `transports` are what it connects over, if not the settings'; `answer_timeout_s` is how long it waits for decode's
+    HELLO and ACCEPTED.
+    """
     listener = LayerListener()
 
     def make_tier(context: WorkerContext) -> PrefillServicer:
         scheme = required_scheme(transport)
-        servicer = PrefillServicer(
-            context, make_transports(DecodeSettings.model_validate({})), scheme, commit_timeout_s
-        )
+        chosen = transports or make_transports(DecodeSettings.model_validate({}))
+        servicer = PrefillServicer(context, chosen, scheme, commit_timeout_s)
+        if answer_timeout_s is not None:  # no setting of a worker: nobody but a test is in such a hurry
+            servicer._exporter._accept_timeout_s = servicer._exporter._connect_timeout_s = answer_timeout_s
         listener.attach(servicer)
         return servicer
 
@@ -159,10 +172,12 @@ class Driver:
             channel = await self._channel(prefill)
             self._prefill = prefill_service_pb2_grpc.PrefillServiceStub(channel).Session()
             self._tasks.append(asyncio.create_task(self._read(self._prefill)))
-            await self._write(
-                self._prefill,
-                PrefillCommand(update_peers=prefill_service_pb2.UpdatePeersCommand(peers=[peer_of(decode)])),
-            )
+            await self.announce([decode])
+
+    async def announce(self, workers: Sequence[HarnessWorker]) -> None:
+        """Tell the prefill worker which decode workers there are."""
+        peers = prefill_service_pb2.UpdatePeersCommand(peers=[peer_of(worker) for worker in workers])
+        await self._write(self._prefill, PrefillCommand(update_peers=peers))
 
     async def _channel(self, worker: HarnessWorker) -> grpc.aio.Channel:
         channel = grpc.aio.insecure_channel(worker.context.address, options=channel_options())
@@ -211,13 +226,18 @@ class Driver:
         reserved: decode_service_pb2.ReservedEvent = await self.next(request, decode_service_pb2.ReservedEvent)
         return reserved
 
-    async def next(self, request: EngineRequest, kind: type) -> Any:
-        """Return the request's next event of a kind; an error event is raised, other kinds are skipped."""
+    async def next(self, request: EngineRequest, kind: type, attempt: int = 0) -> Any:
+        """Return the request's next event of a kind; an error event is raised, other kinds are skipped.
+
+        Errors of attempts before `attempt` are old news and skipped as well.
+        """
         while True:
             # Not wait_for: until Python 3.12 it may swallow a cancellation.
             async with asyncio.timeout(20):
                 event = await self._events[request.request_id].get()
             if isinstance(event, session_pb2.RequestError):
+                if event.attempt < attempt:
+                    continue
                 raise from_status(event.status)
             if isinstance(event, kind):
                 return event
@@ -229,6 +249,11 @@ class Driver:
         message = engine_request_to_proto(request, attempt=attempt, timeout_ms=0, traceparent=self.traceparent)
         command = prefill_service_pb2.PrefillCommand(request=message, kv_handle=reserved.kv_handle)
         await self._write(self._prefill, PrefillCommand(prefill=command))
+
+    async def supersede(self, request: EngineRequest, attempt: int) -> None:
+        """Ask decode to fence the present attempt and grant the next one."""
+        command = decode_service_pb2.SupersedeCommand(request_id=request.request_id, attempt=attempt)
+        await self._write(self._decode, DecodeCommand(supersede=command))
 
     async def prefill_locally(self, request: EngineRequest) -> None:
         """Let decode prefill a reserved request."""

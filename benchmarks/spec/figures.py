@@ -3,7 +3,6 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from benchmarks.common.report import JsonValue
 from benchmarks.common.stream import RequestTrace
 
 SHOWN_POSITIONS = 8
@@ -62,7 +61,7 @@ class Tally:
         """Share of the drafted tokens that were accepted; None when none were drafted."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
-    def accepted_by_position(self) -> list[JsonValue]:
+    def accepted_by_position(self) -> list[float]:
         """Return, for i = 1, 2, ..., the share of steps in which at least i drafts were accepted."""
         total = sum(self.steps.values())
         return [

@@ -7,16 +7,16 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.common.clusters import ClusterPlan, running_clusters, setting_choices, warm_up
+from benchmarks.common.clusters import ClusterPlan, running_clusters, setting_choices
+from benchmarks.common.data import corpus
 from benchmarks.common.progress import BenchProgress
 from benchmarks.common.prompts import PromptSource
 from benchmarks.common.report import BarChart, BenchReport, JsonValue, Row, model_name, present, ratio
 from benchmarks.common.stats import round_order
-from benchmarks.common.stream import run_request, wait_idle
-from benchmarks.spec.figures import Tally, merged
-from benchmarks.spec.tasks import EDITING, SpecTask, chosen_categories, load_tasks
+from benchmarks.spec.figures import SHOWN_POSITIONS, Tally, merged
+from benchmarks.spec.tasks import EDITING, SpecTask, TextSource, chosen_categories, load_tasks
+from benchmarks.spec.variants import ClusterVariant, LocalText, LocalVariant, Variant
 from engine.errors import InvalidRequest
-from kvrelay.client import AsyncClient
 
 PLAIN = "none"
 """The variant without speculation, named as workers name it."""
@@ -37,10 +37,12 @@ class SpecSettings:
     """Empty: all."""
     limit: int | None = 10
     """Most tasks of each category."""
-    output_tokens: int = 128
+    output_tokens: int = 512
     rounds: int = 1
     num_streams: int = 16
     """Streams of the last part; 0 leaves it out."""
+    is_local: bool = False
+    """Whether engines in this process are measured instead of clusters behind gateways."""
 
     def __post_init__(self) -> None:
         known = [choice for choice in setting_choices("speculation") if choice != PLAIN]
@@ -61,6 +63,7 @@ class SpecSettings:
             "turns": "first",
             "rounds": self.rounds,
             "num_streams": self.num_streams,
+            "in_process": self.is_local,
         }
 
 
@@ -71,52 +74,68 @@ async def run_spec(settings: SpecSettings, progress: BenchProgress) -> BenchRepo
         ClusterError: A cluster does not start.
         EngineError: A request failed.
     """
-    variants = (PLAIN, *settings.drafters)
-    plans = {name: settings.cluster.with_args("--speculation", name) for name in variants}
-    async with running_clusters(plans, progress) as clients:
+    if settings.is_local:
+        model = settings.cluster.model
+        plans = _plans(settings)
+        progress.say("loading models")
+        engines = {name: LocalVariant(model, plan.worker_args) for name, plan in plans.items()}
+        texts = LocalText(model)
+        prompts = PromptSource([token_id for text in corpus() for token_id in await texts.tokenize(text)])
+        return await _measure(settings, engines, texts, prompts, engines[PLAIN].context_length, progress)
+    async with running_clusters(_plans(settings), progress) as clients:
         context = (await clients[PLAIN].list_models())[0].context_length
         prompts = await PromptSource.load(clients[PLAIN])
-        for client in clients.values():
-            await warm_up(client, prompts, context // 2)
-        progress.say("preparing tasks")
-        categories = chosen_categories(settings.categories)
-        tasks = await load_tasks(clients[PLAIN], categories, settings.limit, settings.output_tokens, context)
-        if not tasks:
-            raise InvalidRequest("category", "none of the tasks fits the model's context")
-        progress.begin(settings.rounds * (len(tasks) + bool(settings.num_streams)))
-        tallies: dict[tuple[str, str], list[Tally]] = defaultdict(list)
-        speeds: dict[str, list[float]] = defaultdict(list)
-        for round_index in range(settings.rounds):
-            for key, tally in (await single_streams(clients, tasks, round_index, progress)).items():
-                tallies[key].append(tally)
-            if settings.num_streams:
-                progress.say(f"round {round_index + 1}, {settings.num_streams} streams")
-                for name in round_order(variants, round_index):
-                    salt = f"streams {name} {round_index}"
-                    speeds[name].append(await many_streams(clients[name], tasks, settings.num_streams, salt))
-                    await wait_idle(clients[name])
-                progress.advance()
+        clusters = {name: ClusterVariant(client) for name, client in clients.items()}
+        return await _measure(settings, clusters, clients[PLAIN], prompts, context, progress)
+
+
+def _plans(settings: SpecSettings) -> dict[str, ClusterPlan]:
+    return {name: settings.cluster.with_args("--speculation", name) for name in (PLAIN, *settings.drafters)}
+
+
+async def _measure(
+    settings: SpecSettings,
+    variants: Mapping[str, Variant],
+    texts: TextSource,
+    prompts: PromptSource,
+    context: int,
+    progress: BenchProgress,
+) -> BenchReport:
+    for variant in variants.values():
+        await variant.prepare(prompts, context // 2)
+    progress.say("preparing tasks")
+    categories = chosen_categories(settings.categories)
+    tasks = await load_tasks(texts, categories, settings.limit, settings.output_tokens, context)
+    if not tasks:
+        raise InvalidRequest("category", "none of the tasks fits the model's context")
+    progress.begin(settings.rounds * (len(tasks) + bool(settings.num_streams)))
+    tallies: dict[tuple[str, str], list[Tally]] = defaultdict(list)
+    speeds: dict[str, list[float]] = defaultdict(list)
+    for round_index in range(settings.rounds):
+        for key, tally in (await single_streams(variants, tasks, round_index, progress)).items():
+            tallies[key].append(tally)
+        if settings.num_streams:
+            progress.say(f"round {round_index + 1}, {settings.num_streams} streams")
+            for name in round_order(tuple(variants), round_index):
+                salt = f"streams {name} {round_index}"
+                speeds[name].append(await many_streams(variants[name], tasks, settings.num_streams, salt))
+                await variants[name].settle()
+            progress.advance()
     return build_report(settings, tallies, speeds)
 
 
 async def single_streams(
-    clients: Mapping[str, AsyncClient], tasks: Sequence[SpecTask], round_index: int, progress: BenchProgress
+    variants: Mapping[str, Variant], tasks: Sequence[SpecTask], round_index: int, progress: BenchProgress
 ) -> dict[tuple[str, str], Tally]:
     """Run every task with every variant, one request at a time; return tallies by variant and category."""
     tallies: dict[tuple[str, str], Tally] = defaultdict(Tally)
     for index, task in enumerate(tasks):
         progress.say(f"round {round_index + 1}, {task.category}")
         traces = {}
-        for name in round_order(tuple(clients), index):
+        for name in round_order(tuple(variants), index):
             # A salt per round: what n-gram drafting remembers of finished requests holds this round's other tasks, and
             # never the answer to the same one.
-            traces[name] = await run_request(
-                clients[name],
-                task.token_ids,
-                max_tokens=task.max_tokens,
-                ignore_eos=False,
-                cache_salt=f"{name} {round_index}",
-            )
+            traces[name] = await variants[name].run(task.token_ids, task.max_tokens, f"{name} {round_index}")
         plain = traces[PLAIN].token_ids
         for name, trace in traces.items():
             tallies[name, task.category].add(trace, is_same=trace.token_ids == plain)
@@ -124,7 +143,7 @@ async def single_streams(
     return tallies
 
 
-async def many_streams(client: AsyncClient, tasks: Sequence[SpecTask], num_streams: int, salt: str) -> float:
+async def many_streams(variant: Variant, tasks: Sequence[SpecTask], num_streams: int, salt: str) -> float:
     """Keep many streams running over tasks of all categories; return tokens per second."""
     by_category: dict[str, list[SpecTask]] = defaultdict(list)
     for task in tasks:
@@ -140,13 +159,7 @@ async def many_streams(client: AsyncClient, tasks: Sequence[SpecTask], num_strea
         nonlocal num_tokens
         while waiting:
             task, number = waiting.popleft()
-            trace = await run_request(
-                client,
-                task.token_ids,
-                max_tokens=task.max_tokens,
-                ignore_eos=False,
-                cache_salt=f"{salt} {number}",
-            )
+            trace = await variant.run(task.token_ids, task.max_tokens, f"{salt} {number}")
             num_tokens += trace.num_tokens
 
     started_s = time.perf_counter()
@@ -238,7 +251,19 @@ def _charts(settings: SpecSettings, tallies: Tallies, groups: Mapping[str, Seque
         ]
         for name in settings.drafters
     }
+    positions = tuple(str(position) for position in range(1, SHOWN_POSITIONS + 1))
+    accepted = {
+        name: {
+            label: merged([tally for category in group for tally in tallies[name, category]]).accepted_by_position()
+            for label, group in groups.items()
+        }
+        for name in settings.drafters
+    }
     return (
         BarChart("speed over plain decoding", "×", labels, speedups),
         BarChart("tokens per step", "tokens", labels, lengths),
+        *(
+            BarChart(f"{name}: share of steps in which so many drafts were accepted", "share", positions, by_position)
+            for name, by_position in accepted.items()
+        ),
     )

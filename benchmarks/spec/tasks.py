@@ -2,11 +2,16 @@
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
-from benchmarks.common.data import editing_tasks, spec_bench_questions
+from benchmarks.common.data import MT_BENCH_CATEGORIES, editing_tasks, spec_bench_questions
 from engine.errors import InvalidRequest
-from kvrelay.client import AsyncClient
 
+Chat: TypeAlias = Sequence[tuple[str, str]]
+"""(role, content) of each message."""
+
+MT_BENCH = "mt_bench"
+"""Spec-Bench's six kinds of task are counted, as its authors do: MT-bench's eight categories are one of them."""
 EDITING = "editing"
 UNLIMITED = 1 << 30
 
@@ -21,9 +26,22 @@ class SpecTask:
     max_tokens: int
 
 
+class TextSource(Protocol):
+    """Whatever tokenizes as the model under test does: a client of its gateway, or a tokenizer of this process."""
+
+    async def tokenize(self, text: str | None = None, *, messages: Chat | None = None) -> list[int]:
+        """Return the token ids of a text or a chat."""
+        ...
+
+
+def task_category(category: str) -> str:
+    """Return under which name a question of Spec-Bench is counted."""
+    return MT_BENCH if category in MT_BENCH_CATEGORIES else category
+
+
 def all_categories() -> tuple[str, ...]:
     """Return the categories: Spec-Bench's in its order, then `editing`."""
-    return (*dict.fromkeys(question.category for question in spec_bench_questions()), EDITING)
+    return (*dict.fromkeys(task_category(question.category) for question in spec_bench_questions()), EDITING)
 
 
 def chosen_categories(names: Sequence[str]) -> tuple[str, ...]:
@@ -40,12 +58,12 @@ def chosen_categories(names: Sequence[str]) -> tuple[str, ...]:
 
 
 async def load_tasks(
-    client: AsyncClient, categories: Sequence[str], limit: int | None, output_tokens: int, context: int
+    texts: TextSource, categories: Sequence[str], limit: int | None, output_tokens: int, context: int
 ) -> list[SpecTask]:
     """Tokenize the tasks of the categories.
 
     Args:
-        client: Of a gateway that serves the model.
+        texts: Tokenizes for the model.
         categories: As `chosen_categories` returns them.
         limit: Most tasks of each; None = all.
         output_tokens: Most tokens of an answer. An edited text ends where the original does.
@@ -54,9 +72,7 @@ async def load_tasks(
     tasks: list[SpecTask] = []
     for category in categories:
         num_found = 0
-        async for task_id, token_ids, length in (
-            _editing(client) if category == EDITING else _questions(client, category)
-        ):
+        async for task_id, token_ids, length in _editing(texts) if category == EDITING else _questions(texts, category):
             max_tokens = min(length, output_tokens)
             if limit is not None and num_found >= limit:
                 break
@@ -70,16 +86,16 @@ _Found = tuple[str, tuple[int, ...], int]
 """Id, prompt, and how long an answer may be besides any other limit."""
 
 
-async def _questions(client: AsyncClient, category: str) -> AsyncIterator[_Found]:
+async def _questions(texts: TextSource, category: str) -> AsyncIterator[_Found]:
     """Yield a category's questions: their first turns."""
     for question in spec_bench_questions():
-        if question.category == category:
-            token_ids = await client.tokenize(messages=[("user", question.turns[0])])
+        if task_category(question.category) == category:
+            token_ids = await texts.tokenize(messages=[("user", question.turns[0])])
             yield question.question_id, tuple(token_ids), UNLIMITED
 
 
-async def _editing(client: AsyncClient) -> AsyncIterator[_Found]:
+async def _editing(texts: TextSource) -> AsyncIterator[_Found]:
     for task in editing_tasks():
-        token_ids = await client.tokenize(task.prompt)
-        length = len(await client.tokenize(task.text)) - len(await client.tokenize(task.start))
+        token_ids = await texts.tokenize(task.prompt)
+        length = len(await texts.tokenize(task.text)) - len(await texts.tokenize(task.start))
         yield task.task_id, tuple(token_ids), max(length, 2)

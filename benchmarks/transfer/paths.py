@@ -1,7 +1,9 @@
 """Ways for KV to get from here into the other process, each timed from the first byte to the receiver's word.
 
-Besides the transports: `memcpy`, the same bytes copied once within this process, and `socket`, a bare blocking TCP
-connection into the other process's memory. These two are what the transports are measured against.
+Besides the transports: `memcpy`, as many bytes copied once within this process, in one piece; `memcpy by layer`, the
+same blocks copied from one cache into another, a layer at a time, since that is how a prompt's KV lies in a cache that
+holds other prompts too; and `socket`, a bare blocking TCP connection into the other process's memory. These are what
+the transports are measured against.
 """
 
 import socket
@@ -13,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from benchmarks.transfer.receiver import ACKNOWLEDGED, SIZE, SOCKET_BUFFER_BYTES
+from benchmarks.transfer.receiver import ACKNOWLEDGED, SIZE, SOCKET_BUFFER_BYTES, every_transport
 from benchmarks.transfer.receiver_process import OpenedReceiver
 from engine.cache.layout import KvLayout
 from engine.clock import SystemClock
@@ -26,10 +28,9 @@ from kv_transfer.importer import Importer
 from kv_transfer.inproc import InprocTransport
 from kv_transfer.lease import LeaseTable
 from kv_transfer.registry import TransportRegistry
-from worker.settings import WorkerSettings
-from worker.transports import make_transports
 
 MEMCPY = "memcpy"
+MEMCPY_BY_LAYER = "memcpy by layer"
 SOCKET = "socket"
 INPROC = "inproc"
 _SENDER = WorkerId("bench-sender")
@@ -46,15 +47,31 @@ class KvPath(Protocol):
 
 
 def filled_cache(layout: KvLayout, num_tokens: int) -> KvCache:
-    """Return a cache that holds `num_tokens` of noise."""
-    cache = KvCache(layout, layout.num_blocks(num_tokens), torch.device("cpu"))
+    """Return a cache of noise with room for twice `num_tokens`."""
+    cache = KvCache(layout, 2 * layout.num_blocks(num_tokens), torch.device("cpu"))
     noise = np.random.default_rng(_SEED).integers(0, 256, cache.bytes.shape, dtype=np.uint8)
     cache.bytes.copy_(torch.from_numpy(noise))
     return cache
 
 
 class MemcpyPath:
-    """One copy on one core."""
+    """One copy in one piece, on one core."""
+
+    def __init__(self, cache: KvCache) -> None:
+        self._source = cache.bytes.numpy().reshape(-1)
+        self._target = np.zeros_like(self._source)
+        self._layout = cache.layout
+
+    async def send(self, num_tokens: int) -> float:
+        """See `KvPath.send`."""
+        num_bytes = self._layout.num_blocks(num_tokens) * self._layout.block_bytes * self._layout.num_layers
+        started = time.perf_counter()
+        np.copyto(self._target[:num_bytes], self._source[:num_bytes])
+        return time.perf_counter() - started
+
+
+class MemcpyByLayerPath:
+    """One copy from cache to cache, on one core."""
 
     def __init__(self, cache: KvCache) -> None:
         self._source = cache.bytes.numpy()
@@ -65,7 +82,8 @@ class MemcpyPath:
         """See `KvPath.send`."""
         num_blocks = self._layout.num_blocks(num_tokens)
         started = time.perf_counter()
-        np.copyto(self._target[:, :num_blocks], self._source[:, :num_blocks])
+        for target, source in zip(self._target, self._source, strict=True):
+            np.copyto(target[:num_blocks], source[:num_blocks])
         return time.perf_counter() - started
 
 
@@ -123,11 +141,13 @@ async def open_paths(cache: KvCache, receiver: OpenedReceiver) -> AsyncIterator[
         connection = stack.enter_context(socket.create_connection(("127.0.0.1", receiver.socket_port)))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        paths: dict[str, KvPath] = {MEMCPY: MemcpyPath(cache), SOCKET: SocketPath(cache, connection)}
+        paths: dict[str, KvPath] = {
+            MEMCPY: MemcpyPath(cache),
+            MEMCPY_BY_LAYER: MemcpyByLayerPath(cache),
+            SOCKET: SocketPath(cache, connection),
+        }
         for scheme in receiver.addresses:
-            exporter = Exporter(
-                cache, _SENDER, Incarnation(1), make_transports(WorkerSettings.model_validate({})), scheme=scheme
-            )
+            exporter = Exporter(cache, _SENDER, Incarnation(1), every_transport(), scheme=scheme)
             stack.push_async_callback(exporter.close)
             exporter.update_peers([receiver.peer()])
             paths[scheme] = TransportPath(cache, exporter, receiver.reserve)

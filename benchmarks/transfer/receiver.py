@@ -25,6 +25,7 @@ from kv_transfer.handle import KvHandle, TransferStats
 from kv_transfer.importer import Importer
 from kv_transfer.lease import LeaseTable
 from kv_transfer.registry import TransportRegistry
+from kv_transfer.ucx import is_available
 from worker.settings import WorkerSettings
 from worker.transports import make_transports
 
@@ -52,7 +53,7 @@ class Receiver:
 
     async def open(self) -> dict[str, object]:
         """Listen on every transport and on a bare socket; return where."""
-        registry: TransportRegistry = make_transports(WorkerSettings.model_validate({}))
+        registry = every_transport()
         addresses = {}
         for scheme in registry.schemes:
             listener = await registry.get(scheme).listen(self._importer.serve)
@@ -73,6 +74,11 @@ class Receiver:
     async def close(self) -> None:
         """Stop listening."""
         await self._stack.aclose()
+
+
+def every_transport() -> TransportRegistry:
+    """Return all transports between processes; ucx, which workers use only when told to, if it is installed."""
+    return make_transports(WorkerSettings.model_validate({"transport": "ucx"} if is_available() else {}))
 
 
 def handle_to_json(handle: KvHandle) -> dict[str, object]:

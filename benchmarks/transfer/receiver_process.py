@@ -63,8 +63,8 @@ async def receiver_process() -> AsyncIterator[asyncio.subprocess.Process]:
 async def opened_receiver(
     process: asyncio.subprocess.Process, layout: KvLayout, num_tokens: int
 ) -> AsyncIterator[OpenedReceiver]:
-    """Have the process hold a cache of a layout, with room for `num_tokens`, around the block."""
-    command = {"op": "open", "layout": layout_to_json(layout), "num_blocks": layout.num_blocks(num_tokens)}
+    """Have the process hold a cache of a layout, with room for twice `num_tokens`, around the block."""
+    command = {"op": "open", "layout": layout_to_json(layout), "num_blocks": 2 * layout.num_blocks(num_tokens)}
     answer = await _ask(process, command)
     addresses = answer["addresses"]
     if not isinstance(addresses, dict):

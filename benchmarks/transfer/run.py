@@ -10,7 +10,7 @@ from benchmarks.common.prompts import PromptSource
 from benchmarks.common.report import BarChart, BenchReport, JsonValue, Row, model_name, present, ratio
 from benchmarks.common.stats import median_or_none, round_order
 from benchmarks.common.stream import run_request, wait_idle
-from benchmarks.transfer.paths import INPROC, MEMCPY, SOCKET, filled_cache, open_paths
+from benchmarks.transfer.paths import INPROC, MEMCPY, MEMCPY_BY_LAYER, SOCKET, filled_cache, open_paths
 from benchmarks.transfer.prefill import MODES, HandoffSample, handoff_bench
 from benchmarks.transfer.receiver_process import opened_receiver, receiver_process
 from benchmarks.transfer.serving import ONE_PROCESS, ServingSamples, serving_row
@@ -20,7 +20,7 @@ from engine.model.source import resolve_model
 from engine.serving.telemetry import configure_logging
 from engine.text.tokenizer import load_tokenizer
 
-BASELINES = {"shm": MEMCPY, "ucx": SOCKET, "grpc": SOCKET, SOCKET: MEMCPY, INPROC: MEMCPY}
+BASELINES = {"shm": MEMCPY, "ucx": SOCKET, "grpc": SOCKET, SOCKET: MEMCPY, INPROC: MEMCPY, MEMCPY_BY_LAYER: MEMCPY}
 """What each path is measured against."""
 SHORT_TOKENS = 60
 LONG_TOKENS = 1000
@@ -78,10 +78,12 @@ async def run_transfer(settings: TransferSettings, progress: BenchProgress) -> B
         for path, baseline in BASELINES.items()
         if path in ("shm", "ucx", "grpc")
     }
+    ratios["shm_over_memcpy_by_layer"] = worst_speed_ratio(seconds, "shm", MEMCPY_BY_LAYER)
     if settings.is_serving:
         served = await _served(settings, _transports(seconds), progress)
         rows += [serving_row(samples, served[ONE_PROCESS, length]) for (_, length), samples in served.items()]
         ratios["exposed_over_total_1000_grpc"] = exposed_share(served)
+        ratios["second_token_over_limit"] = worst_second_token(served)
         handoffs = await _forced_modes(settings, progress)
         rows += [_mode_row(mode, samples) for mode, samples in handoffs.items()]
         # What workers do, beside what it must not be slower than.
@@ -100,6 +102,7 @@ async def run_transfer(settings: TransferSettings, progress: BenchProgress) -> B
 
 _NOTES = (
     "x_over_y: bandwidth of x in that of y, the lower of the two KV shapes.",
+    "second_token_over_limit: time from first to second token in 1.5 decode steps plus exposed transfer; the worst.",
     "layerwise_over_oneshot_60: time of a 60-token hand-off as workers do it, in that of one frame set.",
     "inproc: both ends share one process and event loop.",
 )
@@ -133,7 +136,7 @@ def _paths(seconds: Mapping[tuple[str, str], Sequence[float]]) -> list[str]:
 
 
 def _transports(seconds: Mapping[tuple[str, str], Sequence[float]]) -> list[str]:
-    return [path for path in _paths(seconds) if path not in (MEMCPY, SOCKET, INPROC)]
+    return [path for path in _paths(seconds) if path not in (MEMCPY, MEMCPY_BY_LAYER, SOCKET, INPROC)]
 
 
 def path_row(
@@ -196,6 +199,12 @@ def exposed_share(served: Mapping[tuple[str, int], ServingSamples]) -> float | N
     """Return how much of a long prompt's transfer over gRPC compute does not hide; None = not measured."""
     samples = served.get(("grpc", LONG_TOKENS))
     return None if samples is None else ratio(samples.exposed_ms, samples.transfer_ms)
+
+
+def worst_second_token(served: Mapping[tuple[str, int], ServingSamples]) -> float | None:
+    """Return the second token's time over its limit, for the cluster and length where it is highest; None = no KV."""
+    shares = [samples.second_token_over_limit for samples in served.values()]
+    return max((share for share in shares if share is not None), default=None)
 
 
 async def _forced_modes(settings: TransferSettings, progress: BenchProgress) -> dict[str, list[HandoffSample]]:

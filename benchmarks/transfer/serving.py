@@ -8,6 +8,8 @@ from benchmarks.common.stats import median_or_none
 from benchmarks.common.stream import RequestTrace
 
 ONE_PROCESS = "one process"
+SECOND_TOKEN_STEPS = 1.5
+"""Decode steps that the second token may take after the first, beside what of the transfer compute does not hide."""
 
 
 @dataclass(slots=True)
@@ -48,6 +50,19 @@ class ServingSamples:
         """End of compute to commit, likewise."""
         return [trace.timings.transfer_exposed_ns / 1e6 for trace in self.handed_over]
 
+    @property
+    def second_token_over_limit(self) -> float | None:
+        """Median of the time to the second token over its limit, of the requests whose KV travelled."""
+        step_ms = self.decode_step_ms
+        if step_ms is None:
+            return None
+        shares = [
+            trace.gaps_ms[0] / (SECOND_TOKEN_STEPS * step_ms + trace.timings.transfer_exposed_ns / 1e6)
+            for trace in self.handed_over
+            if trace.gaps_ms
+        ]
+        return median_or_none(shares)
+
 
 def serving_row(samples: ServingSamples, alone: ServingSamples) -> dict[str, JsonValue]:
     """Return a row.
@@ -70,8 +85,8 @@ def serving_row(samples: ServingSamples, alone: ServingSamples) -> dict[str, Jso
         "decode_step_ms": step_ms,
         "transfer_ms": median_or_none(samples.transfer_ms),
         "exposed_ms": exposed_ms,
-        # The second token may take one step and a half and whatever of the transfer compute does not hide.
-        "second_token_limit_ms": None if step_ms is None else 1.5 * step_ms + (exposed_ms or 0.0),
+        "second_token_limit_ms": None if step_ms is None else SECOND_TOKEN_STEPS * step_ms + (exposed_ms or 0.0),
+        "second_token_over_limit": samples.second_token_over_limit,
     }
 
 

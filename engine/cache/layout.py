@@ -2,10 +2,10 @@
 
 A block of one layer is one contiguous run `[2 (K, V), num_kv_heads, block_size, head_dim]` of `dtype`; the cache is
 `[num_layers, num_blocks, <block>]`. So a block of a layer moves with one copy, and a head's tokens lie together for
-attention. int8 caches carry one fp32 scale per (K or V, head, token) behind the block's elements.
+attention. int8 and fp8 caches carry one fp32 scale per (K or V, head, token) behind the block's elements.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import xxhash
 
@@ -25,6 +25,13 @@ class KvLayout:
     block_size: int
     """Tokens in a block."""
     dtype: KvDtype
+    num_draft_layers: int = 0
+    """How many of the layers, the last ones, are a draft head's and not the model's."""
+
+    @property
+    def num_model_layers(self) -> int:
+        """Layers of the model itself."""
+        return self.num_layers - self.num_draft_layers
 
     @property
     def block_elements(self) -> int:
@@ -33,8 +40,8 @@ class KvLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one layer's block, int8 scales included."""
-        scales = 2 * self.num_kv_heads * self.block_size * 4 if self.dtype is KvDtype.INT8 else 0
+        """Bytes of one layer's block, scales included."""
+        scales = 2 * self.num_kv_heads * self.block_size * 4 if self.dtype.has_scales else 0
         return self.block_elements * self.dtype.itemsize + scales
 
     @property
@@ -45,7 +52,9 @@ class KvLayout:
     @property
     def fingerprint(self) -> str:
         """16 hex digits that are equal exactly when two layouts are."""
-        text = "|".join(str(getattr(self, name)) for name in self.__slots__)
+        # What is not there adds nothing: workers that know of no draft layers compute the same.
+        names = self.__slots__ if self.num_draft_layers else self.__slots__[:-1]
+        text = "|".join(str(getattr(self, name)) for name in names)
         return xxhash.xxh3_64_hexdigest(text.encode())
 
     def num_blocks(self, num_tokens: int) -> int:
@@ -55,9 +64,14 @@ class KvLayout:
     def check_convertible(self, source: "KvLayout") -> None:
         """Raise `LayoutMismatch` unless KV of `source` can be imported into this layout.
 
-        Block size and dtype may differ; model and head geometry may not.
+        Block size, dtype and draft layers may differ; model and head geometry may not.
         """
-        for name in ("model_fingerprint", "num_layers", "num_kv_heads", "head_dim"):
+        for name in ("model_fingerprint", "num_model_layers", "num_kv_heads", "head_dim"):
             mine, theirs = getattr(self, name), getattr(source, name)
             if mine != theirs:
                 raise LayoutMismatch(f"{name} differs: {theirs} cannot be imported into {mine}")
+
+    def shared_with(self, target: "KvLayout") -> "KvLayout":
+        """Return this layout with those layers only that `target`, to which it is convertible, has as well."""
+        count = min(self.num_draft_layers, target.num_draft_layers)
+        return replace(self, num_layers=self.num_model_layers + count, num_draft_layers=count)

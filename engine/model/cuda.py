@@ -9,6 +9,8 @@ Without a GPU the same steps run on the CPU under Triton's interpreter, for test
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
 
 import torch
 import xxhash
@@ -22,16 +24,20 @@ from engine.kernels.triton.split_k import SplitScratch
 from engine.model.batch import StepBatch
 from engine.model.cuda_attention import InvariantAttention, MixedAttention, Sequences, StepAttention
 from engine.model.cuda_cache import DeviceKvCache
-from engine.model.cuda_graphs import DecodeGraph
+from engine.model.cuda_graphs import DecodeGraph, GraphMemory
 from engine.model.cuda_linear import LinearSettings, WeightFormat
 from engine.model.cuda_step import DeviceModel, StepRows, run_step
 from engine.model.cuda_weights import DeviceWeightLoader, DeviceWeights, QuantizedBlocks
 from engine.model.kv_cache import KvCache
 from engine.model.rope import inverse_frequencies
-from engine.model.weights import WeightReader, weights_fingerprint
+from engine.model.weights import WeightReader, rope_factors, weights_fingerprint
 
 _NUMERICS = "triton-1"
 """Names the arithmetic. To be changed with anything that changes a bit of KV."""
+_WARM_SEQS = (1, 8, 32)
+"""Numbers of decodes for which attention is cut differently."""
+_WARM_ROWS = (17, 33, 65, 129)
+"""Numbers of rows from which products are cut differently, and attention of a prompt is tiled."""
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -113,23 +119,52 @@ class CudaModel:
         config, settings = self.config, self._settings
         caches = _layer_caches(kv_cache)
         context = min(settings.max_context_len, config.max_position, kv_cache.num_blocks * kv_cache.layout.block_size)
-        out = self._attention_out(self._max_graph_rows)
-        pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
-        graphs = []
-        # Largest first, so that the smaller ones find their memory in the shared pool.
-        for max_rows in sorted(settings.graph_rows, reverse=True):
-            for num_seqs in sorted(settings.graph_batch_sizes, reverse=True):
-                graphs.append(DecodeGraph(self._model, caches, num_seqs, max_rows, context, out, pool))
-        # Fewest rows first: the first that fits is the cheapest.
-        self._graphs = tuple(sorted(graphs, key=lambda graph: graph.num_seqs * graph.max_rows))
+        sizes = sorted(product(settings.graph_batch_sizes, settings.graph_rows), key=prod, reverse=True)
+        if sizes:
+            memory = GraphMemory.allocate(self._model, sizes, context, self._device)
+            # Largest first, so that the smaller ones find their memory in the shared pool.
+            graphs = [DecodeGraph(self._model, caches, num_seqs, rows, memory) for num_seqs, rows in sizes]
+            # Fewest rows first: the first that fits is the cheapest.
+            self._graphs = tuple(reversed(graphs))
         self._graph_cache = kv_cache
+
+    @torch.no_grad()
+    def warm_up(self, kv_cache: KvCache, max_rows: int) -> None:
+        """Compile what steps that are not captured need, so that no request waits for it; before the cache serves.
+
+        Computes decodes of several numbers of sequences and prompts of several lengths over the cache's first blocks,
+        and clears those again.
+
+        Args:
+            kv_cache: The cache that will serve, with no block in use.
+            max_rows: Most rows of a step.
+        """
+        block_size = kv_cache.layout.block_size
+        most = min(max_rows, self.config.max_position, kv_cache.num_blocks * block_size)
+        steps = [(seqs, 1) for seqs in _WARM_SEQS if seqs <= min(max_rows, kv_cache.num_blocks)]
+        steps += [(1, rows) for rows in (*_WARM_ROWS, most) if 1 < rows <= most]
+        for num_seqs, rows in steps:
+            # Sequence s has the blocks from s on; long ones are alone.
+            first_slots = torch.arange(num_seqs)[:, None] * block_size
+            blocks = torch.arange(-(-rows // block_size), dtype=torch.int32)
+            batch = StepBatch(
+                token_ids=torch.zeros(num_seqs * rows, dtype=torch.int64),
+                positions=torch.arange(rows).repeat(num_seqs),
+                slot_mapping=(first_slots + torch.arange(rows)).flatten(),
+                query_start=torch.arange(0, num_seqs * rows + 1, rows, dtype=torch.int32),
+                context_lens=torch.full((num_seqs,), rows, dtype=torch.int32),
+                block_tables=torch.arange(num_seqs, dtype=torch.int32)[:, None] + blocks,
+                logit_rows=torch.arange(rows - 1, num_seqs * rows, rows),
+            )
+            self.forward(batch, kv_cache)
+        kv_cache.bytes[:, : max(-(-most // block_size), *_WARM_SEQS)].zero_()
 
     @torch.no_grad()
     def forward(self, batch: StepBatch, kv_cache: KvCache, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """See `LanguageModel.forward`.
 
-        `on_layer` is called when the launches that write a layer's KV are queued, not when they have run. A
-        `DeviceKvCache` makes whoever reads its blocks wait for them, so to a reader it is the same.
+        With a `DeviceKvCache`, `on_layer` is called on a thread of its own as soon as the device has written a layer,
+        while this thread goes on with the step; all calls have been made when this returns.
         """
         if batch.token_ids.shape[0] == 0:
             return torch.empty(0, self.config.vocab_size, dtype=torch.float32, device=self._device)
@@ -142,10 +177,13 @@ class CudaModel:
         written = self._written(kv_cache, on_layer)
         graph = self._fitting_graph(batch, kv_cache)
         if graph is None:
-            return self._run_eagerly(batch, kv_cache, written)
-        logits = graph.run(batch)
-        for layer in range(self.config.num_layers):
-            written(layer)
+            logits = self._run_eagerly(batch, kv_cache, written)
+        else:
+            logits = graph.run(batch)
+            for layer in range(self.config.num_layers):
+                written(layer)
+        if on_layer is not None and isinstance(kv_cache, DeviceKvCache):
+            kv_cache.finish_reports()
         return logits
 
     def _run_eagerly(self, batch: StepBatch, kv_cache: KvCache, written: Callable[[int], None]) -> Tensor:
@@ -175,8 +213,8 @@ class CudaModel:
     def _written(self, kv_cache: KvCache, on_layer: Callable[[int], None] | None) -> Callable[[int], None]:
         def written(layer: int) -> None:
             if isinstance(kv_cache, DeviceKvCache):
-                kv_cache.mark_written(layer)
-            if on_layer is not None:
+                kv_cache.mark_written(layer, on_layer)
+            elif on_layer is not None:
                 on_layer(layer)
 
         return written
@@ -220,7 +258,7 @@ def build_cuda_model(
     Raises:
         InvalidRequest: The device and the way Triton runs do not fit.
     """
-    frequencies = inverse_frequencies(config.rope, config.head_dim, reader.rope_factors())
+    frequencies = inverse_frequencies(config.rope, config.head_dim, rope_factors(config, reader))
     loader = DeviceWeightLoader(config, reader, device, settings.dtype, settings.weight_format, blocks)
     weights = loader.load(frequencies, progress)
     return CudaModel(config, weights, weights_fingerprint(config, reader, frequencies), settings, device)

@@ -68,8 +68,9 @@ class DecodeAttention:
         max_context_len: int,
         tiles: DecodeTiles,
         out: Tensor,
+        scratch: Tensor | None = None,
     ) -> None:
-        """Allocate scratch.
+        """Allocate scratch, unless it is given.
 
         Args:
             config: The model's shape.
@@ -79,6 +80,7 @@ class DecodeAttention:
             max_context_len: Longest context.
             tiles: How to cut the work.
             out: [at least num_rows, num_heads, head_dim], written by every call.
+            scratch: fp32 memory of at least `decode_scratch_size` elements, used by one call at a time; None = its own.
         """
         self._sequences = sequences
         self._max_rows = max_rows
@@ -87,8 +89,10 @@ class DecodeAttention:
         self._tiles = tiles
         self._num_rows = num_rows
         self._out = out[:num_rows]
-        size = decode_scratch_size(num_rows, config.num_heads, config.head_dim, max_context_len, tiles)
-        self._scratch = torch.empty(size, dtype=torch.float32, device=out.device)
+        if scratch is None:
+            size = decode_scratch_size(num_rows, config.num_heads, config.head_dim, max_context_len, tiles)
+            scratch = torch.empty(size, dtype=torch.float32, device=out.device)
+        self._scratch = scratch
 
     def __call__(self, query: Tensor, cache: LayerCache) -> Tensor:
         """See `StepAttention.__call__`."""

@@ -1,44 +1,71 @@
 """A KV cache on a CUDA device whose blocks leave and arrive beside the computation, on a stream of their own.
 
     compute stream    layer 0 written │ event 0 │ layer 1 written │ event 1 │ ...
-    copy stream                         wait event 0, gather, copy to pinned memory │ wait event 1, ...
+    report thread                       wait event 0, report │ wait event 1, report │ ...
+    copy stream                                       gather, copy to pinned memory │ ...
 
-A reader of blocks waits for the event of its layer, never for the device. Blocks that are not neighbours are gathered
-by one kernel and cross the bus as one copy. Also here: how many blocks fit into the memory that is free.
+A layer is reported when its event has passed (`cuda_reports.py`), so whoever reads its blocks then waits for its own
+copy and for nothing else. Blocks that are not neighbours are gathered by one kernel and cross the bus as one copy.
+Also here: how many blocks fit into the memory that is free.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.cache.layout import KvLayout
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, LayoutMismatch
 from engine.kernels.triton.kv_copy import copy_kv
 from engine.kernels.triton.layer_cache import LayerCache
+from engine.model.cuda_reports import LayerReports
+from engine.model.device_bytes import TensorBytes, TensorMemory
 from engine.model.kv_cache import KvCache
 
-DEFAULT_MARGIN = 0.08
-"""Share of the device's memory that is left free: activations of the largest step, graphs, libraries."""
+
+@dataclass(frozen=True, slots=True)
+class MemoryShare:
+    """How much of a device a worker may take."""
+
+    share: float = 1.0
+    """Of the device's memory, for weights and KV of this process; less than 1 where several share it."""
+    margin: float = 0.08
+    """Of that, what KV blocks leave free: activations of the largest step, captured steps, libraries."""
+
+    def bytes_for_blocks(self, free_bytes: int, total_bytes: int, own_bytes: int) -> int:
+        """Bytes that KV blocks may take; may be negative.
+
+        Args:
+            free_bytes: Free on the device now.
+            total_bytes: All that it has.
+            own_bytes: What this process holds already.
+        """
+        usable = self.share * (1.0 - self.margin) * total_bytes
+        return int(min(free_bytes - self.share * self.margin * total_bytes, usable - own_bytes))
 
 
-def num_blocks_that_fit(layout: KvLayout, device: torch.device, *, margin: float = DEFAULT_MARGIN) -> int:
+def num_blocks_that_fit(layout: KvLayout, device: torch.device, memory: MemoryShare) -> int:
     """Blocks for which the device has room, after the weights are loaded.
 
     Args:
         layout: The cache's layout.
         device: A CUDA device.
-        margin: Share of the device's whole memory to leave free, 0 to 1.
+        memory: How much of it may be taken.
 
     Raises:
-        InvalidRequest: Not even one block fits; names `num_blocks`.
+        InvalidRequest: Not even one block fits; names `gpu_memory_share`.
     """
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    num_blocks = blocks_within(layout, free_bytes - int(total_bytes * margin))
+    num_bytes = memory.bytes_for_blocks(free_bytes, total_bytes, torch.cuda.memory_reserved(device))
+    num_blocks = blocks_within(layout, num_bytes)
     if num_blocks < 1:
-        raise InvalidRequest("num_blocks", f"{free_bytes >> 20} MiB are free on {device}, too few for KV cache")
+        raise InvalidRequest(
+            "gpu_memory_share",
+            f"leaves no room for KV blocks: {free_bytes >> 20} of {total_bytes >> 20} MiB are free on {device}",
+        )
     return num_blocks
 
 
@@ -56,30 +83,48 @@ class DeviceKvCache(KvCache):
         self._lock = threading.Lock()
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None
-        self._written = [torch.cuda.Event() for _ in range(layout.num_layers)] if self._is_cuda else []
+        self._written = [torch.cuda.Event(blocking=True) for _ in range(layout.num_layers)] if self._is_cuda else []
+        self._reports = LayerReports()
+        self._memory = TensorMemory(device, self._stream)
         self._staged = torch.empty(0, layout.block_bytes, dtype=torch.uint8, device=device)
         self._pinned = torch.empty(0, layout.block_bytes, dtype=torch.uint8)
 
-    def mark_written(self, layer: int) -> None:
-        """Note on the current stream that this step's KV of a layer is written once the launches so far have run."""
-        if self._written:
-            self._written[layer].record()
+    def mark_written(self, layer: int, on_layer: Callable[[int], None] | None) -> None:
+        """Note on the current stream that this step's KV of a layer is written once the launches so far have run.
 
-    def wait_written(self, layer: int) -> None:
-        """Block the calling thread until the layer's last marked write has run; for readers of the memory itself."""
-        if self._written:
-            self._written[layer].synchronize()
+        Args:
+            layer: The layer.
+            on_layer: Called when that is so, on a thread of the cache's; None = nobody asks.
+        """
+        if not self._written:
+            if on_layer is not None:
+                on_layer(layer)
+            return
+        event = self._written[layer]
+        event.record()
+        if on_layer is not None:
+            self._reports.report(event.synchronize, layer, on_layer)
+
+    def finish_reports(self) -> None:
+        """Return when every layer marked so far has been reported.
+
+        Raises:
+            Exception: What the device or a callback raised.
+        """
+        self._reports.finish()
+
+    def close(self) -> None:
+        """End the cache's thread."""
+        self._reports.close()
 
     def read_blocks(self, layer: int, block_ids: Sequence[int], out: memoryview) -> None:
-        """See `KvCache.read_blocks`. Waits for the layer's last marked write and for its own copy, no more."""
+        """See `KvCache.read_blocks`. The blocks' KV was reported by now; waits for its own copy and no more."""
         self._check(layer, block_ids)
         target = self._buffer_rows(out, len(block_ids))
         if not block_ids:
             return
         # Staging memory is shared, so transfers take turns; they share the bus anyway.
         with self._lock, torch.cuda.stream(self._stream):
-            if self._stream is not None:
-                self._stream.wait_event(self._written[layer])
             staged, pinned = self._staging(len(block_ids))
             self._move(layer, block_ids, staged, is_export=True)
             pinned.copy_(staged, non_blocking=True)
@@ -99,6 +144,36 @@ class DeviceKvCache(KvCache):
             self._move(layer, block_ids, staged, is_export=False)
             self._finish()
 
+    @property
+    def device_memory(self) -> TensorMemory:
+        """See `KvCache.device_memory`."""
+        return self._memory
+
+    def read_device_blocks(self, layer: int, block_ids: Sequence[int], out: TensorBytes) -> None:
+        """Gather whole blocks of a layer, back to back, into device memory. Does not wait: later work on `out` does.
+
+        Raises:
+            LayoutMismatch: `out` has not exactly the blocks' size.
+            IndexError: A layer or block id is outside the cache.
+        """
+        self._check(layer, block_ids)
+        rows = self._device_rows(out, len(block_ids))
+        with self._lock, torch.cuda.stream(self._stream):
+            self._move(layer, block_ids, rows, is_export=True)
+
+    def write_device_blocks(self, layer: int, block_ids: Sequence[int], payload: TensorBytes) -> None:
+        """Scatter whole blocks that lie back to back in device memory; they are in the cache when it returns.
+
+        Raises:
+            LayoutMismatch: `payload` has not exactly the blocks' size.
+            IndexError: A layer or block id is outside the cache.
+        """
+        self._check(layer, block_ids)
+        rows = self._device_rows(payload, len(block_ids))
+        with self._lock, torch.cuda.stream(self._stream):
+            self._move(layer, block_ids, rows, is_export=False)
+            self._finish()
+
     def write_converted(
         self,
         layer: int,
@@ -116,6 +191,11 @@ class DeviceKvCache(KvCache):
     def layer_cache(self, layer: int) -> LayerCache:
         """One layer as the kernels see it."""
         return LayerCache(self.elements[layer], None if self.scales is None else self.scales[layer])
+
+    def _device_rows(self, memory: TensorBytes, num_blocks: int) -> Tensor:
+        if len(memory) != num_blocks * self.layout.block_bytes:
+            raise LayoutMismatch(f"{len(memory)} bytes are not {num_blocks} blocks of {self.layout.block_bytes} bytes")
+        return memory.tensor.view(num_blocks, self.layout.block_bytes)
 
     def _move(self, layer: int, block_ids: Sequence[int], staged: Tensor, *, is_export: bool) -> None:
         """Gather blocks into staging memory, or scatter them from it."""

@@ -8,10 +8,7 @@ import numpy.typing as npt
 
 from engine.config import ModelConfig
 from engine.model.gguf_file import GgufFile
-from engine.model.gguf_weights import GgufWeights
-
-_INTERLEAVED_ARCHITECTURES = ("llama", "mistral")
-_INTERLEAVED_PARAMETERS = ("q_proj.weight", "k_proj.weight")
+from engine.model.gguf_weights import INTERLEAVED_ARCHITECTURES, INTERLEAVED_PARAMETERS, GgufWeights
 
 
 class GgufInt4Blocks:
@@ -22,7 +19,7 @@ class GgufInt4Blocks:
         self._file = file
         self._reader = reader
         self._head_dim = config.head_dim
-        self._is_interleaved = config.architecture in _INTERLEAVED_ARCHITECTURES
+        self._is_interleaved = config.architecture in INTERLEAVED_ARCHITECTURES
         self._data = np.memmap(file.path, np.uint8, "r")
 
     def type_name(self, parameter: str) -> str:
@@ -34,7 +31,7 @@ class GgufInt4Blocks:
         tensor = self._file.tensors[self._reader.stored_name(parameter)]
         rows: npt.NDArray[np.uint8] = self._data[tensor.offset : tensor.offset + tensor.num_bytes]
         rows = rows.reshape(tensor.shape[0], -1)
-        if self._is_interleaved and parameter.endswith(_INTERLEAVED_PARAMETERS):
+        if self._is_interleaved and parameter.endswith(INTERLEAVED_PARAMETERS):
             # Stored row order within a head: 0, half, 1, half + 1, ...
             pairs = rows.reshape(-1, self._head_dim // 2, 2, rows.shape[1])
             rows = pairs.swapaxes(1, 2).reshape(rows.shape)

@@ -8,16 +8,57 @@ On a device without graphs the same static step runs eagerly, launch by launch; 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.kernels.triton.layer_cache import LayerCache
+from engine.kernels.triton.paged_decode import DecodeTiles, decode_scratch_size
 from engine.model.batch import StepBatch
 from engine.model.cuda_attention import DecodeAttention, Sequences, decode_tiles
 from engine.model.cuda_step import DeviceModel, StepRows, run_step
 
 _WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class GraphMemory:
+    """What all graphs of a model share, since only one runs at a time."""
+
+    attention_out: Tensor
+    """[max_rows, num_heads, head_dim]."""
+    scratch: Tensor
+    """fp32, for the attention of any of them."""
+    logits: Tensor
+    """[max_rows, vocab_size] fp32."""
+    max_context_len: int
+    """Longest context of a step."""
+    pool: "torch.cuda._POOL_HANDLE | None"
+    """Where captured steps take their memory; None = there are no graphs on this device."""
+
+    @classmethod
+    def allocate(
+        cls, model: DeviceModel, sizes: Sequence[tuple[int, int]], max_context_len: int, device: torch.device
+    ) -> "GraphMemory":
+        """Allocate for graphs of these sizes, as (sequences, rows of a sequence)."""
+        config = model.config
+        max_rows = max(num_seqs * rows for num_seqs, rows in sizes)
+        num_scratch = max(
+            decode_scratch_size(
+                num_seqs * rows, config.num_heads, config.head_dim, max_context_len, _tiles(model, num_seqs)
+            )
+            for num_seqs, rows in sizes
+        )
+        # Zeros, because attention never writes padding rows, which go through the rest of the step.
+        heads = torch.zeros(max_rows, config.num_heads, config.head_dim, dtype=model.settings.dtype, device=device)
+        return cls(
+            attention_out=heads,
+            scratch=torch.empty(num_scratch, dtype=torch.float32, device=device),
+            logits=torch.empty(max_rows, config.vocab_size, dtype=torch.float32, device=device),
+            max_context_len=max_context_len,
+            pool=torch.cuda.graph_pool_handle() if device.type == "cuda" else None,
+        )
 
 
 class DecodeGraph:
@@ -29,9 +70,7 @@ class DecodeGraph:
         caches: Sequence[LayerCache],
         num_seqs: int,
         max_rows: int,
-        max_context_len: int,
-        attention_out: Tensor,
-        pool: "torch.cuda._POOL_HANDLE | None" = None,
+        memory: GraphMemory,
     ) -> None:
         """Allocate the buffers and capture.
 
@@ -40,11 +79,9 @@ class DecodeGraph:
             caches: The cache that the graph reads and writes, for its whole life.
             num_seqs: Most sequences of a step.
             max_rows: Most rows of a sequence.
-            max_context_len: Longest context.
-            attention_out: [at least num_seqs * max_rows, num_heads, head_dim], shared by all graphs.
-            pool: Memory pool that graphs share, since only one runs at a time; None = one of its own.
+            memory: Shared by all graphs, allocated for one of at least this size.
         """
-        device = attention_out.device
+        device, max_context_len = memory.logits.device, memory.max_context_len
         self.num_seqs = num_seqs
         self.max_rows = max_rows
         self.max_context_len = max_context_len
@@ -57,12 +94,14 @@ class DecodeGraph:
             num_rows,
             max_rows,
             max_context_len,
-            decode_tiles(num_seqs, is_batch_invariant=model.settings.is_batch_invariant),
-            attention_out,
+            _tiles(model, num_seqs),
+            memory.attention_out,
+            memory.scratch,
         )
-        rows = self._inputs.rows
-        self._step: Callable[[], Tensor] = lambda: run_step(model, rows, attention, caches, None)
-        self._captured = self._capture(pool) if device.type == "cuda" else None
+        rows, self._logits = self._inputs.rows, memory.logits[:num_rows]
+        # Copied, because every graph's own result would stay allocated beside those of the others.
+        self._step: Callable[[], Tensor] = lambda: self._logits.copy_(run_step(model, rows, attention, caches, None))
+        self._captured = self._capture(memory) if device.type == "cuda" else None
 
     def fits(self, num_seqs: int, max_rows: int, max_context_len: int) -> bool:
         """Whether a step of this size can be replayed."""
@@ -85,16 +124,14 @@ class DecodeGraph:
         """Compute the step that was filled in last, again.
 
         Returns:
-            [num_seqs * max_rows, vocab_size] fp32, overwritten by the next call.
+            [num_seqs * max_rows, vocab_size] fp32, overwritten by the next call of any graph.
         """
         if self._captured is None:
             return self._step()
-        graph, logits = self._captured
-        graph.replay()
-        return logits
+        self._captured.replay()
+        return self._logits
 
-    def _capture(self, pool: "torch.cuda._POOL_HANDLE | None") -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """The graph, and the logits [num_rows, vocab_size] that each replay leaves."""
+    def _capture(self, memory: GraphMemory) -> torch.cuda.CUDAGraph:
         # Kernels are compiled and libraries make their handles before the capture, on another stream as it will be.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -103,9 +140,13 @@ class DecodeGraph:
                 self._step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            logits = self._step()
-        return graph, logits
+        with torch.cuda.graph(graph, pool=memory.pool):
+            self._step()
+        return graph
+
+
+def _tiles(model: DeviceModel, num_seqs: int) -> DecodeTiles:
+    return decode_tiles(num_seqs, is_batch_invariant=model.settings.is_batch_invariant)
 
 
 class _StaticInputs:

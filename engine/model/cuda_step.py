@@ -61,7 +61,7 @@ def run_step(
         attention: Planned for these rows.
         caches: One per layer.
         logit_rows: [n] int64, the rows whose logits are wanted; None = all.
-        on_layer: Called when the launches that write a layer's KV are queued.
+        on_layer: Called when the launches that write a layer's KV are queued, on this thread.
 
     Returns:
         [n, vocab_size] fp32.

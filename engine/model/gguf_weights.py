@@ -16,7 +16,10 @@ from engine.model.gguf_file import GgufFile
 from engine.model.weights import EMBEDDING, FINAL_NORM, LM_HEAD
 
 _ROPE_FACTORS = "rope_freqs.weight"
-_INTERLEAVED_ARCHITECTURES = ("llama", "mistral")
+INTERLEAVED_ARCHITECTURES = ("llama", "mistral")
+"""Architectures whose files store the two halves of each q and k head interleaved."""
+INTERLEAVED_PARAMETERS = ("q_proj.weight", "k_proj.weight")
+"""How the names of such matrices end."""
 _ENDS = {EMBEDDING: EMBEDDING_TENSOR, FINAL_NORM: "output_norm.weight", LM_HEAD: OUTPUT_TENSOR}
 _LAYER_PARTS = {
     "input_layernorm": "attn_norm",
@@ -41,7 +44,7 @@ class GgufWeights:
         """Wrap an open file; `config` is the one read from it."""
         self._file = file
         self._heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
-        self._is_interleaved = config.architecture in _INTERLEAVED_ARCHITECTURES
+        self._is_interleaved = config.architecture in INTERLEAVED_ARCHITECTURES
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

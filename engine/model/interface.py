@@ -5,6 +5,7 @@ call and a model of CUDA graphs are further classes with the same two members th
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,6 +14,16 @@ from torch import Tensor
 from engine.config import ModelConfig
 from engine.model.batch import StepBatch
 from engine.model.kv_cache import KvCache
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTaps:
+    """Where a step's hidden states go, for whoever looks at them beside the logits (a draft head)."""
+
+    layers: tuple[int, ...]
+    """Indices of the layers whose output is wanted: the residual stream behind them, no norm applied."""
+    values: Tensor
+    """[num_tokens, len(layers), hidden_size] fp32 on the model's device, contiguous; filled by `forward`."""
 
 
 class LanguageModel(Protocol):
@@ -44,4 +55,24 @@ class LanguageModel(Protocol):
 
         Returns:
             [num_logit_rows, vocab_size] fp32 on `device`, a new tensor that the caller may change.
+        """
+
+
+class TappedModel(LanguageModel, Protocol):
+    """A model that can also hand out hidden states."""
+
+    def forward(
+        self,
+        batch: StepBatch,
+        kv_cache: KvCache,
+        on_layer: Callable[[int], None] | None = None,
+        taps: LayerTaps | None = None,
+    ) -> Tensor:
+        """See `LanguageModel.forward`.
+
+        Args:
+            batch: As there.
+            kv_cache: As there.
+            on_layer: As there.
+            taps: Filled with the hidden states of all rows, not only those whose logits are wanted; None = not wanted.
         """

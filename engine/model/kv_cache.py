@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.cache.layout import KvLayout
 from engine.errors import InvalidRequest, LayoutMismatch
+from engine.model.device_bytes import TensorMemory
 from engine.model.kv_convert import read_tokens, split_blocks
 
 _Bytes = npt.NDArray[np.uint8]
@@ -34,7 +35,7 @@ class KvCache:
     elements: Tensor
     """[num_layers, num_blocks, 2 (K, V), num_kv_heads, block_size, head_dim] in the layout's element type."""
     scales: Tensor | None
-    """[num_layers, num_blocks, 2, num_kv_heads, block_size] fp32 of an int8 cache, else None."""
+    """[num_layers, num_blocks, 2, num_kv_heads, block_size] fp32 of an int8 or fp8 cache, else None."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
         """Allocate a cache of zeros.
@@ -65,11 +66,18 @@ class KvCache:
         """`elements` where they are the values themselves; what kernels without scales read and write.
 
         Raises:
-            InvalidRequest: The cache is int8, whose elements mean nothing without their scales; names `kv_dtype`.
+            InvalidRequest: The cache is int8 or fp8, whose elements mean nothing without scales; names `kv_dtype`.
         """
         if self.scales is not None:
-            raise InvalidRequest("kv_dtype", "int8 is not supported by this model's kernels, only fp32, bf16 and fp16")
+            raise InvalidRequest(
+                "kv_dtype", f"{self.layout.dtype} is not supported by this model's kernels, only fp32, bf16 and fp16"
+            )
         return self.elements
+
+    @property
+    def device_memory(self) -> TensorMemory | None:
+        """Lends memory for blocks on their way, on the cache's device; None = the cache is on the host."""
+        return None
 
     def read_blocks(self, layer: int, block_ids: Sequence[int], out: memoryview) -> None:
         """Gather whole blocks of a layer, back to back, into `out`. Consecutive ids are one copy.
@@ -123,7 +131,7 @@ class KvCache:
             num_tokens: Tokens to write; others in the first and last source block are ignored.
             block_ids: This cache's blocks that hold the tokens.
             payload: The source blocks that hold the tokens, whole: `[n, 2, num_kv_heads, source.block_size, head_dim]`;
-                int8 ones with scales.
+                8-bit ones with scales.
             source: Layout of the payload.
 
         Raises:

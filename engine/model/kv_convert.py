@@ -1,7 +1,7 @@
 """KV between element types: raw payload bytes to tokens, and tokens to what a cache of another dtype stores.
 
-Owns no cache. `KvCache.write_converted` uses it to import blocks of a peer whose dtype or block size differs. int8 has
-one fp32 scale per (K or V, head, token): symmetric, the largest magnitude is 127.
+Owns no cache. `KvCache.write_converted` uses it to import blocks of a peer whose dtype or block size differs. int8 and
+fp8 (e4m3) have one fp32 scale per (K or V, head, token): symmetric, the largest magnitude is 127 or 448.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,10 @@ _TORCH_DTYPES = {
     KvDtype.BF16: torch.bfloat16,
     KvDtype.FP16: torch.float16,
     KvDtype.INT8: torch.int8,
+    KvDtype.FP8: torch.float8_e4m3fn,
 }
+_LARGEST = {KvDtype.INT8: 127.0, KvDtype.FP8: 448.0}
+"""Magnitude that the largest value of a (K or V, head, token) is scaled to."""
 
 
 def element_dtype(dtype: KvDtype) -> torch.dtype:
@@ -34,23 +37,28 @@ class TokenKv:
     elements: Tensor
     """[num_tokens, 2, num_kv_heads, head_dim] in the cache's element type."""
     scales: Tensor | None
-    """[num_tokens, 2, num_kv_heads] fp32 of int8 elements; None = the elements are the values."""
+    """[num_tokens, 2, num_kv_heads] fp32 of 8-bit elements; None = the elements are the values."""
 
     def as_dtype(self, dtype: KvDtype) -> "TokenKv":
-        """The same tokens rounded to another dtype. int8 to int8 changes no bit."""
-        if dtype is KvDtype.INT8:
-            return self if self.scales is not None else quantize_int8(self.elements)
-        values = self.elements if self.scales is None else self.elements * self.scales[..., None]
+        """The same tokens rounded to another dtype. A type to itself changes no bit."""
+        if self.elements.dtype is element_dtype(dtype):
+            return self
+        values = self.elements if self.scales is None else self.elements.float() * self.scales[..., None]
+        if dtype.has_scales:
+            return quantize(values, dtype)
         return TokenKv(values.to(element_dtype(dtype)), None)
 
 
-def quantize_int8(values: Tensor) -> TokenKv:
-    """Round [num_tokens, 2, num_kv_heads, head_dim] of any floating dtype to int8."""
-    exact = values.float()
-    scales = exact.abs().amax(-1) / 127.0
+def quantize(values: Tensor, dtype: KvDtype) -> TokenKv:
+    """Round [num_tokens, 2, num_kv_heads, head_dim] of any floating dtype to int8 or fp8."""
+    exact, largest = values.float(), _LARGEST[dtype]
+    scales = exact.abs().amax(-1) / largest
     # A row of zeros has scale 0; dividing by 1 instead keeps its elements 0.
     steps = torch.where(scales > 0, scales, 1.0)[..., None]
-    return TokenKv((exact / steps).round().clamp(-127, 127).to(torch.int8), scales)
+    elements = (exact / steps).clamp(-largest, largest)
+    if dtype is KvDtype.INT8:
+        elements = elements.round()
+    return TokenKv(elements.to(element_dtype(dtype)), scales)
 
 
 def split_blocks(rows: Tensor, layout: KvLayout) -> tuple[Tensor, Tensor | None]:
@@ -61,13 +69,13 @@ def split_blocks(rows: Tensor, layout: KvLayout) -> tuple[Tensor, Tensor | None]
         layout: Their layout.
 
     Returns:
-        [..., 2, num_kv_heads, block_size, head_dim] in the element type and, for int8, [..., 2, num_kv_heads,
+        [..., 2, num_kv_heads, block_size, head_dim] in the element type and, for 8-bit types, [..., 2, num_kv_heads,
         block_size] fp32. Both share the memory of `rows`.
     """
     shape = (2, layout.num_kv_heads, layout.block_size, layout.head_dim)
     num_element_bytes = layout.block_elements * layout.dtype.itemsize
     elements = rows[..., :num_element_bytes].view(element_dtype(layout.dtype)).unflatten(-1, shape)
-    if layout.dtype is not KvDtype.INT8:
+    if not layout.dtype.has_scales:
         return elements, None
     return elements, rows[..., num_element_bytes:].view(torch.float32).unflatten(-1, shape[:-1])
 

@@ -14,12 +14,13 @@ from torch.nn import functional
 from engine.config import ModelConfig
 from engine.kernels.interface import AttentionGeometry, Kernels, StepAttention
 from engine.model.batch import StepBatch
+from engine.model.interface import LayerTaps
 from engine.model.kv_cache import KvCache
 from engine.model.weights import LayerWeights, LlamaWeights
 
 
 class LlamaModel:
-    """`LanguageModel` in eager PyTorch, fp32."""
+    """`TappedModel` in eager PyTorch, fp32."""
 
     def __init__(
         self, config: ModelConfig, weights: LlamaWeights, fingerprint: str, kernels: Kernels, device: torch.device
@@ -46,13 +47,33 @@ class LlamaModel:
         """See `LanguageModel.device`."""
         return self._device
 
+    @property
+    def weights(self) -> LlamaWeights:
+        """Its parameters, for whatever shares them; not to be changed."""
+        return self._weights
+
+    @property
+    def kernels(self) -> Kernels:
+        """What it computes with."""
+        return self._kernels
+
+    def prepare_attention(self, batch: StepBatch, kv_cache: KvCache) -> StepAttention:
+        """Plan a step's attention, the same for every layer."""
+        return self._kernels.prepare_attention(self._geometry(batch, kv_cache))
+
     @torch.no_grad()
-    def forward(self, batch: StepBatch, kv_cache: KvCache, on_layer: Callable[[int], None] | None = None) -> Tensor:
-        """See `LanguageModel.forward`."""
+    def forward(
+        self,
+        batch: StepBatch,
+        kv_cache: KvCache,
+        on_layer: Callable[[int], None] | None = None,
+        taps: LayerTaps | None = None,
+    ) -> Tensor:
+        """See `TappedModel.forward`."""
         weights = self._weights
         if batch.token_ids.shape[0] == 0:
             return weights.embedding.new_empty(0, self._config.vocab_size)
-        attention = self._kernels.prepare_attention(self._geometry(batch, kv_cache))
+        attention = self.prepare_attention(batch, kv_cache)
         hidden = functional.embedding(self._padded(batch.token_ids.to(self._device)), weights.embedding)
         angles = self._padded(batch.positions.to(self._device)).float()[:, None] * weights.inverse_frequencies
         rotation = angles.cos(), angles.sin()
@@ -64,6 +85,8 @@ class LlamaModel:
             attended = attention.paged_attention(query, layer_cache).flatten(1)
             hidden = hidden.add_(layer.attention_output(attended))
             hidden = hidden.add_(self._mlp(layer, hidden))
+            if taps is not None and index in taps.layers:
+                taps.values[:, taps.layers.index(index)] = hidden[: taps.values.shape[0]]
         return self._logits(hidden, batch.logit_rows.to(self._device))
 
     def _write_layer_kv(

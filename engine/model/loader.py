@@ -13,7 +13,6 @@ from typing import Literal
 
 import structlog
 import torch
-from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.errors import InvalidRequest
@@ -40,6 +39,7 @@ from engine.model.weights import (
     load_ends,
     load_layer,
     parameter_shapes,
+    rope_factors,
     weights_fingerprint,
 )
 
@@ -137,7 +137,7 @@ def _load_native(source: str, num_threads: int, progress: Callable[[int, int], N
     blocks: BlockReader = NoBlocks()
     if isinstance(reader, GgufWeights):
         blocks = GgufBlocks(GgufFile(resolve_model(source).path), reader, config)
-    frequencies = inverse_frequencies(config.rope, config.head_dim, _rope_factors(config, reader))
+    frequencies = inverse_frequencies(config.rope, config.head_dim, rope_factors(config, reader))
     handle = load_native_weights(library, config, reader, blocks, frequencies.numpy(), num_threads, progress)
     return NativeModel(config, weights_fingerprint(config, reader, frequencies), handle)
 
@@ -149,7 +149,7 @@ def _load_weights(
     device: torch.device,
     progress: Callable[[int, int], None],
 ) -> LlamaWeights:
-    factors = _rope_factors(config, reader)
+    factors = rope_factors(config, reader)
     sizes = _part_sizes(config)
     total, done = sum(sizes), 0
     layers: list[LayerWeights] = []
@@ -169,13 +169,6 @@ def _load_weights(
         lm_head=lm_head,
         inverse_frequencies=inverse_frequencies(config.rope, config.head_dim, factors).to(device),
     )
-
-
-def _rope_factors(config: ModelConfig, reader: WeightReader) -> Tensor | None:
-    factors = reader.rope_factors()
-    if factors is not None and factors.shape != (config.head_dim // 2,):
-        raise InvalidRequest("model", f"rotary factors have shape {list(factors.shape)}, not [{config.head_dim // 2}]")
-    return factors
 
 
 def _part_sizes(config: ModelConfig) -> list[int]:

@@ -29,7 +29,7 @@ from engine.kernels.cpu.library import (
     vector_bytes,
 )
 from engine.model.gguf_file import GgufFile
-from engine.model.gguf_weights import _INTERLEAVED_ARCHITECTURES, GgufWeights
+from engine.model.gguf_weights import INTERLEAVED_ARCHITECTURES, INTERLEAVED_PARAMETERS, GgufWeights
 from engine.model.weights import EMBEDDING as EMBEDDING_PARAMETER
 from engine.model.weights import FINAL_NORM, WeightReader
 from engine.model.weights import LM_HEAD as LM_HEAD_PARAMETER
@@ -44,7 +44,6 @@ _EXACT_KINDS = {
     gguf.GGMLQuantizationType.Q8_0: WeightKind.Q8_0,
 }
 _FLOAT_TYPES = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.BF16)
-_INTERLEAVED = ("q_proj.weight", "k_proj.weight")
 _HEAD_LANES = 16
 """Columns of a head are padded to whole tiles, so that a head is a whole number of them."""
 _MATRICES = {
@@ -95,7 +94,7 @@ class GgufBlocks:
     def __init__(self, file: GgufFile, reader: GgufWeights, config: ModelConfig) -> None:
         self._file = file
         self._reader = reader
-        self._is_interleaved = config.architecture in _INTERLEAVED_ARCHITECTURES
+        self._is_interleaved = config.architecture in INTERLEAVED_ARCHITECTURES
         self._head_dim = config.head_dim
         self._data: _Bytes = np.memmap(file.path, np.uint8, "r")
 
@@ -108,7 +107,7 @@ class GgufBlocks:
         tensor = self._file.tensors[self._reader.stored_name(parameter)]
         rows = self._data[tensor.offset : tensor.offset + tensor.num_bytes].reshape(tensor.shape[0], -1)
         order = np.arange(tensor.shape[0], dtype=np.int32)
-        if self._is_interleaved and parameter.endswith(_INTERLEAVED):
+        if self._is_interleaved and parameter.endswith(INTERLEAVED_PARAMETERS):
             # Stored order within a head: 0, half, 1, half + 1, ...
             order = order.reshape(-1, self._head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
         return rows, np.ascontiguousarray(order)
@@ -236,9 +235,13 @@ def _columns(matrix: _Matrix, order: _RowOrder) -> _RowOrder:
     """Stored row of each column of the product, -1 for the padding of a head."""
     if matrix.head_size is None:
         return order
-    heads = order.reshape(-1, matrix.head_size)
-    padding = -matrix.head_size % _HEAD_LANES
-    return np.pad(heads, ((0, 0), (0, padding)), constant_values=-1).reshape(-1)
+    return pad_heads(order, matrix.head_size)
+
+
+def pad_heads(order: _RowOrder, head_size: int) -> _RowOrder:
+    """Put columns of nothing, -1, behind each head, so that a head is whole tiles."""
+    padding = -head_size % _HEAD_LANES
+    return np.pad(order.reshape(-1, head_size), ((0, 0), (0, padding)), constant_values=-1).reshape(-1)
 
 
 def _packed_bytes(library: ctypes.CDLL, matrix: _Matrix, blocks: BlockReader) -> int:

@@ -142,6 +142,18 @@ def load_ends(
     return embedding, _owned(reader.read(FINAL_NORM), device), kernels.pack_linear(head, None)
 
 
+def rope_factors(config: ModelConfig, reader: WeightReader) -> Tensor | None:
+    """The checkpoint's own factors of rotary frequencies [head_dim / 2] fp32; None = it has none.
+
+    Raises:
+        InvalidRequest: They have another shape; names the field `model`.
+    """
+    factors = reader.rope_factors()
+    if factors is not None and factors.shape != (config.head_dim // 2,):
+        raise InvalidRequest("model", f"rotary factors have shape {list(factors.shape)}, not [{config.head_dim // 2}]")
+    return factors
+
+
 def weights_fingerprint(config: ModelConfig, reader: WeightReader, inverse_frequencies: Tensor) -> str:
     """Hash of what decides a model's KV: geometry, rotary frequencies, and a sample of every parameter.
 

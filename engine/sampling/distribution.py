@@ -44,16 +44,20 @@ class TokenHistory:
         return len(self.token_ids) - self.num_prompt_tokens
 
 
-def is_plain_greedy(params: SamplingParams, history: TokenHistory) -> bool:
-    """Whether the row's argmax is the answer, so that `process` can be skipped."""
-    return (
-        params.is_greedy
-        and not params.logit_bias
-        and params.allowed_token_ids is None
-        and not params.bad_words
-        and not params.needs_token_counts
-        and history.num_output_tokens >= params.min_tokens
+def needs_processing(params: SamplingParams, history: TokenHistory) -> bool:
+    """Whether `process_logits` would change a row."""
+    return bool(
+        params.logit_bias
+        or params.allowed_token_ids is not None
+        or params.bad_words
+        or params.needs_token_counts
+        or history.num_output_tokens < params.min_tokens
     )
+
+
+def is_plain_greedy(params: SamplingParams, history: TokenHistory) -> bool:
+    """Whether the row's argmax is the answer, so that `process_logits` can be skipped."""
+    return params.is_greedy and not needs_processing(params, history)
 
 
 def process_logits(

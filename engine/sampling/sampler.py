@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.sampling.distribution import Candidates, TokenHistory, candidates, is_plain_greedy, process_logits
+from engine.sampling.distribution import Candidates, TokenHistory, candidates, process_logits
 from engine.sampling.noise import MAX_GUMBEL, gumbel_noise
 from engine.types import PositionLogprobs, SamplingParams, TokenLogprob
 
@@ -26,25 +26,16 @@ class SampleRequest:
     """Every token that would end the request."""
 
 
-def sample_rows(logits: NDArray[np.float32], requests: list[SampleRequest]) -> list[int]:
-    """Return one token id per row.
+def sample_row(logits: NDArray[np.float32], request: SampleRequest) -> int:
+    """Return the token at one position.
 
     Args:
-        logits: [num_rows, vocab_size] float32.
-        requests: What each row belongs to.
+        logits: [vocab_size] float32.
+        request: What the row belongs to.
 
     Raises:
-        ValueError: A row allows no token at all or holds NaN.
+        ValueError: The row allows no token at all or holds NaN.
     """
-    best = logits.argmax(axis=1)
-    return [
-        int(best[row]) if is_plain_greedy(request.params, request.history) else sample_row(logits[row], request)
-        for row, request in enumerate(requests)
-    ]
-
-
-def sample_row(logits: NDArray[np.float32], request: SampleRequest) -> int:
-    """Return the token at one position; see `sample_rows`."""
     row = process_logits(logits, request.params, request.history, request.stop_ids)
     best = int(row.argmax())
     if not np.isfinite(row[best]):

@@ -137,6 +137,18 @@ class Scheduler:
         """Return the sequences whose next step is a plain decode, those for which drafts may be proposed."""
         return [sequence for sequence in self._running if sequence.num_uncomputed_tokens == 1]
 
+    def look_ahead(self, num_draft_tokens: int) -> None:
+        """Give decodes the blocks that drafting so many tokens before the next plan writes into.
+
+        Only as far as nobody misses them: each running sequence is left a free block, and nobody is preempted.
+        """
+        for sequence in self.decodes():
+            remaining = sequence.sampling_params.max_tokens - sequence.num_output_tokens
+            count = max(0, min(num_draft_tokens, remaining - 1, self._max_position - sequence.num_tokens - 1))
+            missing = self._num_blocks(sequence.num_tokens + count) - len(sequence.block_table)
+            if 0 < missing <= self._pool.num_free_blocks - len(self._running):
+                sequence.block_table.extend(self._pool.allocate(missing) or ())
+
     def plan(self, now_ns: int, drafts: Mapping[RequestId, tuple[int, ...]] | None = None) -> StepPlan:
         """Choose the next step's chunks and allocate their blocks.
 

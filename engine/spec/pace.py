@@ -1,124 +1,177 @@
-"""How many tokens to draft: as many as raise tokens per second, from measured acceptance and measured step cost.
+"""How many tokens to draft: as many as raise tokens per second, from the chances of guesses and the cost of steps.
 
-A draft row adds its chance of being accepted to a step's tokens, and its cost to the step's time. Rows are taken in
-order of chance while tokens / time grows, over all sequences of a step together, so drafting fades out by itself as
-the batch fills up or guesses get worse. Owns no clock; decides only.
+A draft row adds the chance that it is accepted to a step's tokens, and its cost to the step's time. Rows are taken in
+order of chance, over all sequences of a step together, up to the number at which tokens / time is largest: drafting
+fades out by itself as the batch fills up or guesses get worse. Owns no clock; decides only. What chances are is in
+`acceptance.py`, what steps cost in `cost.py`.
 """
 
-import heapq
+import statistics
+from collections import deque
 from collections.abc import Sequence as SequenceOf
 
+from engine.scheduler.plan import StepPlan
+from engine.sequence import Sequence
+from engine.spec.acceptance import Acceptance
+from engine.spec.cost import ASSUMED_SHAPE, CostShape, StepCost, StepLoad
+from engine.spec.drafter import Evidence, Proposal
 from engine.types import RequestId
 
-PRIOR_ACCEPTANCE = 0.6
-PRIOR_WEIGHT = 4.0
-DECAY = 0.9
-"""Weight of a past step per new one in a sequence's acceptance."""
-PRIOR_ROW_COST = 0.05
-"""Cost of one more row relative to a step of one row, until measured."""
-COST_RATE = 0.1
-"""Weight of a new step in the measured cost."""
 EXPLORE_EVERY = 32
-"""A sequence that drafts nothing tries one token every so many steps, or it would never learn that it can."""
+"""When nothing is worth a row, the best guess gets one every so many steps, or it would never be known to be better."""
+MAX_WAIT = 1024
+"""Longest wait, in steps, between two tries of a drafter that did not pay."""
+_NUM_PASSES = 9
+_NUM_LOOKED_AHEAD = 8
+_LEAST_CHANCE_EVERY = 8
+_LEAST_CHANCES = 0.02, 0.5
 
 
-class StepCost:
-    """Seconds of a step by its number of rows, from measurements at powers of two and between."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
-
-    def observe(self, num_rows: int, seconds: float) -> None:
-        """Take in one step without prefill chunks."""
-        bucket = num_rows if num_rows <= 16 else 1 << (num_rows - 1).bit_length()
-        known = self._seconds.get(bucket)
-        self._seconds[bucket] = seconds if known is None else known + COST_RATE * (seconds - known)
-
-    def seconds(self, num_rows: int) -> float:
-        """Return the expected time of a step, 1.0 per unknown unit when nothing is measured yet."""
-        if not self._seconds:
-            return 1.0 + PRIOR_ROW_COST * (num_rows - 1)
-        below = max((rows for rows in self._seconds if rows <= num_rows), default=None)
-        above = min((rows for rows in self._seconds if rows >= num_rows), default=None)
-        if below is not None and above is not None:
-            low, high = self._seconds[below], max(self._seconds[above], self._seconds[below])
-            return low if above == below else low + (high - low) * (num_rows - below) / (above - below)
-        edge = below if below is not None else min(self._seconds)
-        base = self._seconds[edge] / (1.0 + PRIOR_ROW_COST * (edge - 1))
-        return base * (1.0 + PRIOR_ROW_COST * (num_rows - 1))
-
-
-class _Acceptance:
-    """How often one sequence's drafts are accepted, given that those before them were."""
+class _Wait:
+    """Steps until something that did not pay is tried again."""
 
     def __init__(self) -> None:
-        self._accepted = PRIOR_ACCEPTANCE * PRIOR_WEIGHT
-        self._tried = PRIOR_WEIGHT
-        self.num_idle_steps = 0
+        self.reset()
 
-    @property
-    def rate(self) -> float:
-        return self._accepted / self._tried
+    def reset(self) -> None:
+        self._length = EXPLORE_EVERY
+        self._num_left = EXPLORE_EVERY
 
-    def observe(self, num_drafted: int, num_accepted: int) -> None:
-        self._accepted = self._accepted * DECAY + num_accepted
-        self._tried = self._tried * DECAY + min(num_drafted, num_accepted + 1)
+    def is_over(self) -> bool:
+        self._num_left -= 1
+        if self._num_left > 0:
+            return False
+        self._length = min(2 * self._length, MAX_WAIT)
+        self._num_left = self._length
+        return True
 
 
 class DraftPacer:
     """Chooses draft lengths for the sequences of a step."""
 
-    def __init__(self, max_draft_tokens: int) -> None:
+    def __init__(self, max_draft_tokens: int, shape: CostShape = ASSUMED_SHAPE) -> None:
         self.max_draft_tokens = max_draft_tokens
-        self.cost = StepCost()
-        self._acceptance: dict[RequestId, _Acceptance] = {}
+        self.cost = StepCost(shape)
+        self.acceptance = Acceptance()
+        self._chosen: dict[RequestId, tuple[Evidence, ...]] = {}
+        self._num_idle_steps = 0
+        self.least_chance = _LEAST_CHANCES[0]
+        """A token that is reached with less is not worth a row, at the load of the last steps."""
+        self._num_steps = 0
+        self._num_sequences = 0
+        self._seconds_per_token = 0.0
+        self._waits: dict[str, _Wait] = {}
+        self._passes: deque[float] = deque(maxlen=_NUM_PASSES)
 
     def observe(self, request_id: RequestId, num_drafted: int, num_accepted: int) -> None:
-        """Take in one verification of a sequence."""
+        """Take in one verification of a sequence: of the first `num_drafted` tokens last chosen for it."""
+        evidence = self._chosen.pop(request_id, ())
         if num_drafted:
-            self._entry(request_id).observe(num_drafted, num_accepted)
+            self.acceptance.observe(request_id, evidence[:num_drafted], num_accepted)
+
+    def observe_step(self, plan: StepPlan, seconds: float) -> None:
+        """Take in what a step took; steps with prefill chunks say nothing about draft rows."""
+        if all(chunk.num_tokens == 1 for chunk in plan.chunks):
+            self.cost.observe(StepLoad.of_plan(plan), seconds)
+
+    def observe_pass(self, seconds: float) -> None:
+        """Take in what one pass of a drafter's own model took; drafters without one never call this."""
+        self._passes.append(seconds)
+
+    def is_worth_a_start(self, source: str, sequences: SequenceOf[Sequence]) -> bool:
+        """Return whether to draft at all in this step; now and then also when it does not seem to pay.
+
+        The waits between such tries double while they fail, so that a drafter that never pays costs nothing.
+        """
+        wait = self._waits.setdefault(source, _Wait())
+        if self.is_worth_a_pass(source, [(sequence, 1.0) for sequence in sequences]):
+            wait.reset()
+            return True
+        return wait.is_over()
+
+    def is_worth_a_pass(self, source: str, reached: SequenceOf[tuple[Sequence, float]], num_drafted: int = 0) -> bool:
+        """Return whether one more token for each of these sequences would bring more than drafting it takes.
+
+        Args:
+            source: Whose guesses they are.
+            reached: The sequences, and the chance that all that was drafted for each so far is accepted.
+            num_drafted: Tokens drafted for them so far, whose rows come before these.
+        """
+        tokens = sum(chance * self.acceptance.typical(sequence.request_id, source) for sequence, chance in reached)
+        context = sum(sequence.num_tokens for sequence, _ in reached)
+        before = len(reached) + num_drafted
+        pairs = context * num_drafted // max(len(reached), 1)
+        alone = self.cost.seconds(StepLoad(before, context, pairs))
+        rows = self.cost.seconds(StepLoad(before + len(reached), context, pairs + context)) - alone
+        passes = statistics.median(self._passes) if self._passes else 0.0
+        per_token = self._seconds_per_token or alone / max(len(reached), 1)
+        return tokens * per_token > passes + rows
 
     def forget(self, request_id: RequestId) -> None:
         """Drop what is kept of a sequence that has ended."""
-        self._acceptance.pop(request_id, None)
+        self.acceptance.forget(request_id)
+        self._chosen.pop(request_id, None)
 
-    def choose(self, request_ids: SequenceOf[RequestId], proposed: SequenceOf[int]) -> list[int]:
+    def promise(self, request_id: RequestId, proposal: Proposal) -> float:
+        """Return how many of a proposal's tokens are expected to be accepted."""
+        return sum(self.acceptance.chances(request_id, proposal.evidence))
+
+    def choose(self, sequences: SequenceOf[Sequence], proposals: SequenceOf[Proposal]) -> list[int]:
         """Return how many of each sequence's proposed tokens to verify.
 
         Args:
-            request_ids: The sequences of the step; each has one row of its own.
-            proposed: Tokens proposed for each.
+            sequences: The sequences of the step; each has one row of its own.
+            proposals: What is proposed for each.
         """
-        lengths = [0] * len(request_ids)
-        rates = [self._entry(request_id).rate for request_id in request_ids]
-        heap = [(-rates[index], index) for index, count in enumerate(proposed) if count > 0]
-        heapq.heapify(heap)
-        num_rows = len(request_ids)
-        tokens = float(num_rows)
-        speed = tokens / self.cost.seconds(num_rows)
-        while heap:
-            chance, index = heap[0]
-            better = (tokens - chance) / self.cost.seconds(num_rows + 1)
-            if better <= speed:
-                break
-            heapq.heappop(heap)
-            speed, tokens, num_rows = better, tokens - chance, num_rows + 1
-            lengths[index] += 1
-            if lengths[index] < min(proposed[index], self.max_draft_tokens):
-                heapq.heappush(heap, (chance * rates[index], index))
-        self._explore(request_ids, proposed, lengths)
-        return lengths
+        if not sequences:
+            return []
+        lengths = [sequence.num_tokens for sequence in sequences]
+        load = StepLoad(len(sequences), sum(lengths))
+        if self._num_steps % _LEAST_CHANCE_EVERY == 0 or load.num_rows != self._num_sequences:
+            self._set_least_chance(load)
+        self._num_steps += 1
+        self._num_sequences = load.num_rows
+        rows: list[tuple[float, int]] = []
+        best: tuple[float, int] | None = None
+        for index, (sequence, proposal) in enumerate(zip(sequences, proposals, strict=True)):
+            chances = self.acceptance.chances(
+                sequence.request_id, proposal.evidence[: self.max_draft_tokens], self.least_chance
+            )
+            if chances and (best is None or chances[0] > best[0]):
+                best = chances[0], index
+            rows += [(chance, index) for chance in chances if chance >= self.least_chance]
+        # Chances never rise within a sequence, and sorting is stable: whatever is cut off is each proposal's end.
+        rows.sort(key=lambda row: -row[0])
+        counts = [0] * len(sequences)
+        for _, index in rows[: self._best_count(load, lengths, rows)]:
+            counts[index] += 1
+        self._num_idle_steps = 0 if any(counts) or best is None else self._num_idle_steps + 1
+        if best is not None and self._num_idle_steps >= EXPLORE_EVERY:
+            self._num_idle_steps = 0
+            counts[best[1]] = 1
+        for sequence, proposal, count in zip(sequences, proposals, counts, strict=True):
+            if count:
+                self._chosen[sequence.request_id] = proposal.evidence[:count]
+        return counts
 
-    def _explore(self, request_ids: SequenceOf[RequestId], proposed: SequenceOf[int], lengths: list[int]) -> None:
-        for index, request_id in enumerate(request_ids):
-            entry = self._entry(request_id)
-            if lengths[index] or not proposed[index]:
-                entry.num_idle_steps = 0
-                continue
-            entry.num_idle_steps += 1
-            if entry.num_idle_steps >= EXPLORE_EVERY:
-                entry.num_idle_steps = 0
-                lengths[index] = 1
+    def _best_count(self, load: StepLoad, lengths: SequenceOf[int], rows: SequenceOf[tuple[float, int]]) -> int:
+        """Return how many of the rows to take, best first, for the most tokens per second."""
+        tokens = float(load.num_rows)
+        best_count, best_speed = 0, tokens / self.cost.seconds(load)
+        times = self.cost.growth(load, (lengths[index] for _, index in rows))
+        for count, ((chance, _), seconds) in enumerate(zip(rows, times, strict=True), start=1):
+            tokens += chance
+            if tokens > best_speed * seconds:
+                best_count, best_speed = count, tokens / seconds
+        self._seconds_per_token = 1.0 / best_speed
+        return best_count
 
-    def _entry(self, request_id: RequestId) -> _Acceptance:
-        return self._acceptance.setdefault(request_id, _Acceptance())
+    def _set_least_chance(self, load: StepLoad) -> None:
+        """Find what rows must promise on average, and allow less of single ones, which a good start may carry."""
+        length = load.num_context_tokens // load.num_rows
+        alone = self.cost.seconds(load)
+        needed = min(
+            (seconds / alone - 1.0) * load.num_rows / count
+            for count, seconds in enumerate(self.cost.growth(load, [length] * _NUM_LOOKED_AHEAD), start=1)
+        )
+        self.least_chance = min(max(needed / 2, _LEAST_CHANCES[0]), _LEAST_CHANCES[1])

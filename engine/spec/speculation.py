@@ -21,29 +21,30 @@ class Speculation:
         self.num_accepted_tokens = 0
         """Draft tokens accepted since start."""
 
+    @property
+    def max_draft_tokens(self) -> int:
+        """Most tokens drafted for one sequence in a step."""
+        return self._pacer.max_draft_tokens
+
     def propose(self, sequences: SequenceOf[Sequence]) -> dict[RequestId, tuple[int, ...]]:
         """Return the drafts worth verifying, by sequence."""
         limits = [self._limit(sequence) for sequence in sequences]
         proposals = self._drafter.propose(sequences, limits)
-        request_ids = [sequence.request_id for sequence in sequences]
-        lengths = self._pacer.choose(request_ids, [len(proposal) for proposal in proposals])
+        lengths = self._pacer.choose(sequences, proposals)
         return {
-            request_id: proposal[:length]
-            for request_id, proposal, length in zip(request_ids, proposals, lengths, strict=True)
+            sequence.request_id: proposal.token_ids[:length]
+            for sequence, proposal, length in zip(sequences, proposals, lengths, strict=True)
             if length
         }
 
     def observe(self, plan: StepPlan, outputs: Iterable[SequenceOutput], seconds: float) -> None:
         """Learn from a step: what was accepted, and what the step cost."""
-        # A prefill chunk's rows say nothing about what one more draft row costs.
-        if all(chunk.num_tokens == 1 for chunk in plan.chunks):
-            self._pacer.cost.observe(plan.num_rows, seconds)
+        self._pacer.observe_step(plan, seconds)
         for output in outputs:
             self.num_draft_tokens += output.num_draft_tokens
             self.num_accepted_tokens += output.num_accepted_tokens
-            if output.finish_reason is None:
-                self._pacer.observe(output.request_id, output.num_draft_tokens, output.num_accepted_tokens)
-            else:
+            self._pacer.observe(output.request_id, output.num_draft_tokens, output.num_accepted_tokens)
+            if output.finish_reason is not None:
                 self.forget(output.request_id)
 
     def forget(self, request_id: RequestId) -> None:

@@ -10,14 +10,15 @@ For a draft that is a single token this accepts with the probability that Leviat
 the target's own probability of that token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.sampling.distribution import TokenHistory, is_plain_greedy
-from engine.sampling.sampler import SampleRequest, sample_row
+from engine.sampling.distribution import TokenHistory, is_plain_greedy, needs_processing, process_logits
+from engine.sampling.rows import Draw, NumpyRows, RowSampler
+from engine.sampling.sampler import SampleRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,33 +32,64 @@ class VerifyItem:
     """What to sample from the first row; later rows see the accepted drafts as history too."""
 
 
-def verify(logits: NDArray[np.float32], items: Sequence[VerifyItem]) -> list[tuple[int, ...]]:
+def verify(
+    logits: NDArray[np.float32], items: Sequence[VerifyItem], rows: RowSampler | None = None
+) -> list[tuple[int, ...]]:
     """Return each sequence's new tokens: the accepted drafts and one more.
+
+    Every row is sampled as if the drafts before it were accepted; where they are not, what it gave is not looked at.
 
     Args:
         logits: [num_rows, vocab_size] float32; an item owns `1 + len(draft_token_ids)` consecutive rows.
         items: The sequences; without drafts this is plain sampling.
+        rows: What draws from the rows; `NumpyRows` by default.
+
+    Raises:
+        ValueError: A row that decides allows no token at all or holds NaN.
     """
-    best = logits.argmax(axis=1)
-    return [_verify_one(logits, best, item) for item in items]
+    targets = _targets(logits, items, rows or NumpyRows())
+    return [_accept(targets[item.first_row :], item.draft_token_ids) for item in items]
 
 
-def _verify_one(logits: NDArray[np.float32], best: NDArray[np.int64], item: VerifyItem) -> tuple[int, ...]:
-    request = item.request
+def _targets(logits: NDArray[np.float32], items: Sequence[VerifyItem], rows: RowSampler) -> list[int | None]:
+    """The token of each row; None where none is allowed."""
+    draws: list[tuple[int, Draw]] = []
+    targets = rows.best(logits)
+    for item in items:
+        request = item.request
+        for row, history in enumerate(_histories(item), item.first_row):
+            if is_plain_greedy(request.params, history):
+                continue
+            processed = logits[row]
+            if needs_processing(request.params, history):
+                processed = process_logits(processed, request.params, history, request.stop_ids)
+            if request.params.is_greedy:
+                token_id = int(processed.argmax())
+                targets[row] = token_id if np.isfinite(processed[token_id]) else None
+            else:
+                draws.append((row, Draw(processed, request.params, len(history.token_ids))))
+    for (row, _), drawn in zip(draws, rows.draw([one for _, one in draws]), strict=True):
+        targets[row] = drawn
+    return targets
+
+
+def _histories(item: VerifyItem) -> Iterator[TokenHistory]:
+    """What stands before each row: the history, and with it ever more of the drafts."""
+    history = item.request.history
+    yield history
+    if item.draft_token_ids:
+        tokens = list(history.token_ids)
+        for token_id in item.draft_token_ids:
+            tokens.append(token_id)
+            yield TokenHistory(tokens, history.num_prompt_tokens)
+
+
+def _accept(targets: Sequence[int | None], draft_token_ids: Sequence[int]) -> tuple[int, ...]:
     tokens: list[int] = []
-    history = request.history
-    extended: list[int] | None = None  # the history with accepted drafts, made when the first one is accepted
-    for offset in range(len(item.draft_token_ids) + 1):
-        row = item.first_row + offset
-        if is_plain_greedy(request.params, history):
-            token_id = int(best[row])
-        else:
-            token_id = sample_row(logits[row], SampleRequest(request.params, history, request.stop_ids))
+    for offset, token_id in enumerate(targets[: len(draft_token_ids) + 1]):
+        if token_id is None:
+            raise ValueError("no token is allowed at this position")
         tokens.append(token_id)
-        if offset == len(item.draft_token_ids) or token_id != item.draft_token_ids[offset]:
+        if offset == len(draft_token_ids) or token_id != draft_token_ids[offset]:
             break
-        if extended is None:
-            extended = list(history.token_ids)
-            history = TokenHistory(extended, history.num_prompt_tokens)
-        extended.append(token_id)
     return tuple(tokens)

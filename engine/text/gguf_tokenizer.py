@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
 from engine.errors import InvalidRequest
-from engine.text.gguf_metadata import GgufValue, read_gguf_metadata
+from engine.gguf_header import GgufValue, read_gguf_metadata
 from engine.text.pieces import SPACE_MARK, PieceAlphabet, TokenizerParts
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4

@@ -220,10 +220,13 @@ def spec(
         list[str] | None, typer.Option("--category", help="Only this kind of task; may be repeated; default: all.")
     ] = None,
     limit: Annotated[int, typer.Option("--limit", min=0, help="Most tasks of each category; 0 = all.")] = 10,
-    output_tokens: OutputTokens = 128,
+    output_tokens: OutputTokens = 512,
     streams: Annotated[
         int, typer.Option("--streams", min=0, help="Streams at once in the last part; 0 leaves it out.")
     ] = 16,
+    in_process: Annotated[
+        bool, typer.Option("--in-process", help="Measure engines in this process: no gateway, less noise.")
+    ] = False,
     rounds: Rounds = 1,
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
@@ -241,6 +244,7 @@ def spec(
             output_tokens=output_tokens,
             rounds=rounds,
             num_streams=streams,
+            is_local=in_process,
         )
         _run("spec", lambda progress: run_spec(settings, progress), json_file, plot_file, record)
 

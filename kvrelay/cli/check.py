@@ -113,7 +113,7 @@ def _check_model(settings: "ServeSettings") -> Iterator[Finding]:
         yield Finding("tokenizer", "warning", "has no chat template: chat prompts will be refused")
     else:
         yield Finding("tokenizer", "ok", f"{tokenizer.vocab_size:,} tokens, with a chat template")
-    yield _check_kv_memory(settings, config)
+    yield _check_kv_memory(settings, config, source.kind)
 
 
 def _read_config(kind: str, path: Path) -> "ModelConfig":
@@ -126,15 +126,24 @@ def _read_config(kind: str, path: Path) -> "ModelConfig":
     return read_hf_config(path)
 
 
-def _check_kv_memory(settings: "ServeSettings", config: "ModelConfig") -> Finding:
+def _check_kv_memory(settings: "ServeSettings", config: "ModelConfig", kind: str) -> Finding:
     from decode_service.settings import DecodeSettings
+    from engine.config import KvDtype
+    from worker.settings import DEFAULT_KV_MEMORY_MIB
 
     defaults = DecodeSettings.model_fields
-    dtype = settings.kv_dtype or defaults["kv_dtype"].default
+    is_on_gpu = (settings.device or "").startswith("cuda")
+    # As workers choose it, but for a GGUF file of floats, which runs in fp32 too.
+    is_native = settings.compute == "native" or (kind == "gguf" and settings.compute in (None, "auto"))
+    dtype = settings.kv_dtype or (KvDtype.BF16 if is_on_gpu else KvDtype.FP16 if is_native else KvDtype.FP32)
     block_size = settings.block_size or defaults["block_size"].default
     token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
     block_bytes = token_bytes * block_size
-    memory_mib = settings.kv_memory_mib or defaults["kv_memory_mib"].default
+    if is_on_gpu and settings.num_blocks is None and settings.kv_memory_mib is None:
+        return Finding(
+            "KV cache", "ok", f"{token_bytes:,} bytes per token in {dtype.value}; as many as the GPU has room for"
+        )
+    memory_mib = settings.kv_memory_mib or DEFAULT_KV_MEMORY_MIB
     num_blocks = settings.num_blocks or memory_mib * 1024 * 1024 // block_bytes
     text = (
         f"{token_bytes:,} bytes per token in {dtype.value}; {num_blocks:,} blocks of {block_size} tokens per worker "

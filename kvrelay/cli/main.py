@@ -10,7 +10,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import typer
 
-from kvrelay.cli import bench, chat, check, demo, generate, roles, serve, status
+from kvrelay.cli import bench, chat, check, demo, generate, roles, serve, status, train_drafter
 
 app = typer.Typer(
     name="kvrelay",
@@ -24,6 +24,7 @@ app = typer.Typer(
 _LOCAL = "On this machine"
 _ROLES = "One role"
 _CLIENT = "Talk to a gateway"
+_OFFLINE = "Offline"
 
 app.command("demo", rich_help_panel=_LOCAL)(demo.demo)
 app.command("serve", rich_help_panel=_LOCAL, context_settings=roles.PASS_THROUGH, add_help_option=False)(serve.serve)
@@ -34,6 +35,7 @@ app.command("generate", rich_help_panel=_CLIENT)(generate.generate)
 app.command("chat", rich_help_panel=_CLIENT)(chat.chat)
 app.command("status", rich_help_panel=_CLIENT)(status.status)
 app.command("health", rich_help_panel=_CLIENT)(status.health)
+app.command("train-drafter", rich_help_panel=_OFFLINE)(train_drafter.train_drafter)
 app.command("version")(status.version)
 app.add_typer(bench.app, name="bench")
 

@@ -18,14 +18,23 @@ from kvrelay.cluster import ClusterConfig
 _TO_WORKERS: Final = (
     "transport",
     "device",
+    "compute",
+    "dtype",
+    "weight_format",
+    "gpu_memory_share",
     "threads",
     "num_blocks",
     "kv_memory_mib",
     "block_size",
     "kv_dtype",
+    "speculation",
+    "max_draft_tokens",
+    "draft_model",
+    "draft_head",
     "otlp_endpoint",
 )
 """Handed on to every worker when they are given."""
+_NVIDIA_DRIVER: Final = Path("/dev/nvidiactl")
 
 
 class ServeSettings(RoleSettings):
@@ -41,11 +50,31 @@ class ServeSettings(RoleSettings):
         "auto", description="how KV blocks travel; auto takes the best that both sides have"
     )
     device: str | None = Field(None, description="where the model runs: cpu, cuda, cuda:0; default: each role's")
+    compute: Literal["auto", "native", "torch", "triton"] | None = Field(
+        None, description="kernels: native (CPU), triton (GPU) or torch; default: each role's"
+    )
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] | None = Field(
+        None, description="type of activations on a GPU; default: each role's"
+    )
+    weight_format: Literal["dense", "int8", "fp8", "int4"] | None = Field(
+        None, description="how the layers' matrices are kept on a GPU; default: each role's"
+    )
+    gpu_memory_share: float | None = Field(
+        None, gt=0.0, le=1.0, description="share of a GPU's memory for each worker; default: an equal share for all"
+    )
     threads: int | None = Field(None, ge=0, description="compute threads of each worker; default: each role's")
     num_blocks: int | None = Field(None, ge=1, description="KV blocks of each worker; default: from --kv-memory-mib")
     kv_memory_mib: int | None = Field(None, ge=1, description="memory for KV blocks of each worker in MiB")
     block_size: int | None = Field(None, description="tokens in a KV block: 8, 16, 32 or 64")
     kv_dtype: KvDtype | None = Field(None, description="element type of the KV cache; default: each role's")
+    speculation: Literal["none", "ngram", "draft", "eagle", "auto"] | None = Field(
+        None, description="how tokens are drafted; the tokens that come out are the same; default: each role's"
+    )
+    max_draft_tokens: int | None = Field(
+        None, ge=1, le=32, description="most tokens drafted for one sequence in a step; default: each role's"
+    )
+    draft_model: str | None = Field(None, description="smaller model with the same tokenizer, for --speculation draft")
+    draft_head: str | None = Field(None, description="file of the draft head for --speculation eagle and auto")
     run_dir: Path | None = Field(None, description="where sockets and logs go; default: a new private directory")
     ready_timeout_s: float = Field(
         300.0, gt=0, allow_inf_nan=False, description="longest wait for the whole cluster to be ready"
@@ -61,9 +90,11 @@ class ServeSettings(RoleSettings):
         worker_args = {role: _section_args(config, role, sections) for role in ("prefill", "decode")}
         for role, args in worker_args.items():
             for name in _TO_WORKERS:
-                value = getattr(self, name)
+                value = getattr(self, name) if name in self.model_fields_set else None
+                if name == "gpu_memory_share" and value is None:
+                    value = self._equal_share()
                 # What a role's own section says is meant for that role alone, and wins.
-                if name in self.model_fields_set and value is not None and name not in sections.get(role, ()):
+                if value is not None and name not in sections.get(role, ()):
                     args += [flag_name(name), str(value)]
         gateway_args = _section_args(config, "gateway", sections)
         if self.otlp_endpoint:
@@ -83,6 +114,13 @@ class ServeSettings(RoleSettings):
             ready_timeout_s=self.ready_timeout_s,
             drain_timeout_s=self.drain_timeout_s,
         )
+
+    def _equal_share(self) -> float | None:
+        """What each worker may take of a GPU that they all share; None where there is none or only one worker."""
+        num_workers = self.prefill + self.decode
+        wanted = self.device or "auto"
+        has_gpu = wanted.startswith("cuda") or (wanted == "auto" and _NVIDIA_DRIVER.exists())
+        return round(1.0 / num_workers, 4) if has_gpu and num_workers > 1 else None
 
 
 def _section_args(config: Path | None, role: str, sections: dict[str, frozenset[str]]) -> list[str]:

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvrelay/v1/layout.proto\x12\nkvrelay.v1\"\x99\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\"\n\x05\x64type\x18\x06 \x01(\x0e\x32\x13.kvrelay.v1.KvDtype*o\n\x07KvDtype\x12\x18\n\x14KV_DTYPE_UNSPECIFIED\x10\x00\x12\x11\n\rKV_DTYPE_FP32\x10\x01\x12\x11\n\rKV_DTYPE_BF16\x10\x02\x12\x11\n\rKV_DTYPE_FP16\x10\x03\x12\x11\n\rKV_DTYPE_INT8\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvrelay/v1/layout.proto\x12\nkvrelay.v1\"\xb3\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\"\n\x05\x64type\x18\x06 \x01(\x0e\x32\x13.kvrelay.v1.KvDtype\x12\x18\n\x10num_draft_layers\x18\x07 \x01(\r*\x81\x01\n\x07KvDtype\x12\x18\n\x14KV_DTYPE_UNSPECIFIED\x10\x00\x12\x11\n\rKV_DTYPE_FP32\x10\x01\x12\x11\n\rKV_DTYPE_BF16\x10\x02\x12\x11\n\rKV_DTYPE_FP16\x10\x03\x12\x11\n\rKV_DTYPE_INT8\x10\x04\x12\x10\n\x0cKV_DTYPE_FP8\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.v1.layout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KVDTYPE']._serialized_start=195
-  _globals['_KVDTYPE']._serialized_end=306
+  _globals['_KVDTYPE']._serialized_start=222
+  _globals['_KVDTYPE']._serialized_end=351
   _globals['_KVLAYOUT']._serialized_start=40
-  _globals['_KVLAYOUT']._serialized_end=193
+  _globals['_KVLAYOUT']._serialized_end=219
 # @@protoc_insertion_point(module_scope)

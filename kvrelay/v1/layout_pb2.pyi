@@ -12,24 +12,28 @@ class KvDtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     KV_DTYPE_BF16: _ClassVar[KvDtype]
     KV_DTYPE_FP16: _ClassVar[KvDtype]
     KV_DTYPE_INT8: _ClassVar[KvDtype]
+    KV_DTYPE_FP8: _ClassVar[KvDtype]
 KV_DTYPE_UNSPECIFIED: KvDtype
 KV_DTYPE_FP32: KvDtype
 KV_DTYPE_BF16: KvDtype
 KV_DTYPE_FP16: KvDtype
 KV_DTYPE_INT8: KvDtype
+KV_DTYPE_FP8: KvDtype
 
 class KvLayout(_message.Message):
-    __slots__ = ("model_fingerprint", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype")
+    __slots__ = ("model_fingerprint", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype", "num_draft_layers")
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_LAYERS_FIELD_NUMBER: _ClassVar[int]
     model_fingerprint: str
     num_layers: int
     num_kv_heads: int
     head_dim: int
     block_size: int
     dtype: KvDtype
-    def __init__(self, model_fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[_Union[KvDtype, str]] = ...) -> None: ...
+    num_draft_layers: int
+    def __init__(self, model_fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[_Union[KvDtype, str]] = ..., num_draft_layers: _Optional[int] = ...) -> None: ...

@@ -14,6 +14,7 @@ _DTYPE_TO_PROTO = {
     KvDtype.BF16: layout_pb2.KV_DTYPE_BF16,
     KvDtype.FP16: layout_pb2.KV_DTYPE_FP16,
     KvDtype.INT8: layout_pb2.KV_DTYPE_INT8,
+    KvDtype.FP8: layout_pb2.KV_DTYPE_FP8,
 }
 _DTYPE_FROM_PROTO = {proto: dtype for dtype, proto in _DTYPE_TO_PROTO.items()}
 
@@ -27,6 +28,7 @@ def layout_to_proto(layout: KvLayout) -> layout_pb2.KvLayout:
         head_dim=layout.head_dim,
         block_size=layout.block_size,
         dtype=_DTYPE_TO_PROTO[layout.dtype],
+        num_draft_layers=layout.num_draft_layers,
     )
 
 
@@ -44,6 +46,8 @@ def layout_from_proto(message: layout_pb2.KvLayout) -> KvLayout:
     for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
         if getattr(message, name) < 1:
             raise LayoutMismatch(f"{name} is 0")
+    if message.num_draft_layers >= message.num_layers:
+        raise LayoutMismatch("num_draft_layers leaves the model no layer")
     return KvLayout(
         model_fingerprint=message.model_fingerprint,
         num_layers=message.num_layers,
@@ -51,4 +55,5 @@ def layout_from_proto(message: layout_pb2.KvLayout) -> KvLayout:
         head_dim=message.head_dim,
         block_size=message.block_size,
         dtype=dtype,
+        num_draft_layers=message.num_draft_layers,
     )

@@ -95,6 +95,15 @@ def test_speculation_changes_no_answer(tmp_path: Path) -> None:
         assert by_category[category]["tokens_per_step"] >= 1
 
 
+def test_speculation_is_measured_in_process_too(tmp_path: Path) -> None:
+    flags = ["--category", "mt_bench", "--limit", "1", "--output-tokens", "12", "--streams", "4", "--in-process"]
+    report = run([*BENCH, "spec", *flags], tmp_path / "r.json")
+    by_category = {row["category"]: row for row in report["rows"]}
+    assert set(by_category) == {"mt_bench", "4 streams"}
+    assert by_category["mt_bench"]["num_different"] == 0
+    assert report["settings"]["in_process"] is True
+
+
 def test_compare_measures_what_is_installed(tmp_path: Path) -> None:
     flags = ["--peer", "transformers", "--output-tokens", "4", "--streams", "2", "--long-tokens", "64"]
     flags += ["--repeats", "1", "--rounds", "1", "--markdown", str(tmp_path / "t.md")]

@@ -16,6 +16,7 @@ from engine.errors import EngineError
 from kvrelay.client import AsyncClient
 from kvrelay.cluster import ClusterConfig, LocalCluster
 from kvrelay.results import Completion
+from tests.transports import BETWEEN_PROCESSES
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -23,15 +24,28 @@ NUM_REQUESTS = 6
 PROMPT_TOKENS = 500
 DEADLINE_S = 60.0
 LEASE_TTL_S = 1.0
-MOMENTS_S = [0.0, 0.3]
+MOMENTS_S = [0.0, 0.1, 0.3, 0.6, 1.2]
 """When the fault strikes after the requests were sent: reservation, prefill, transfer, commit, decode."""
+ALWAYS = {("shm", 0.0), ("shm", 0.3)}
+"""What runs in every test run; the rest is soak."""
+CASES = [
+    pytest.param(
+        transport,
+        moment_s,
+        marks=() if (transport, moment_s) in ALWAYS else (pytest.mark.soak,),
+        id=f"{transport}-{moment_s:g}s",
+    )
+    for transport in BETWEEN_PROCESSES
+    for moment_s in MOMENTS_S
+]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", name="cluster")
-async def fixture_cluster() -> AsyncIterator[LocalCluster]:
+async def fixture_cluster(request: pytest.FixtureRequest) -> AsyncIterator[LocalCluster]:
     config = ClusterConfig(
         num_prefill=2,
         restarts=True,
+        worker_args=["--transport", request.param],
         decode_args=["--lease-ttl-s", str(LEASE_TTL_S), "--no-prefix-cache"],
         prefill_args=["--no-prefix-cache", "--max-num-batched-tokens", "64"],
     )
@@ -104,7 +118,7 @@ def _check(outcomes: list[Completion | BaseException], expected: list[tuple[int,
     return num_finished
 
 
-@pytest.mark.parametrize("moment_s", MOMENTS_S)
+@pytest.mark.parametrize(("cluster", "moment_s"), CASES, indirect=["cluster"])
 async def test_killed_prefill_worker(
     cluster: LocalCluster, client: AsyncClient, expected: list[tuple[int, ...]], moment_s: float
 ) -> None:
@@ -116,7 +130,7 @@ async def test_killed_prefill_worker(
     await _settle(client, num_workers=3)
 
 
-@pytest.mark.parametrize("moment_s", MOMENTS_S)
+@pytest.mark.parametrize(("cluster", "moment_s"), CASES, indirect=["cluster"])
 async def test_killed_decode_worker(
     cluster: LocalCluster, client: AsyncClient, expected: list[tuple[int, ...]], moment_s: float
 ) -> None:
@@ -129,7 +143,7 @@ async def test_killed_decode_worker(
     await _settle(client, num_workers=3)
 
 
-@pytest.mark.parametrize("moment_s", MOMENTS_S)
+@pytest.mark.parametrize(("cluster", "moment_s"), CASES, indirect=["cluster"])
 async def test_prefill_worker_that_stops_for_longer_than_the_lease_and_wakes_up(
     cluster: LocalCluster, client: AsyncClient, expected: list[tuple[int, ...]], moment_s: float
 ) -> None:
@@ -146,7 +160,7 @@ async def test_prefill_worker_that_stops_for_longer_than_the_lease_and_wakes_up(
     await _settle(client, num_workers=3)
 
 
-@pytest.mark.parametrize("moment_s", MOMENTS_S)
+@pytest.mark.parametrize(("cluster", "moment_s"), CASES, indirect=["cluster"])
 async def test_decode_worker_that_stops_for_a_while_and_wakes_up(
     cluster: LocalCluster, client: AsyncClient, expected: list[tuple[int, ...]], moment_s: float
 ) -> None:
@@ -163,7 +177,7 @@ async def test_decode_worker_that_stops_for_a_while_and_wakes_up(
     await _settle(client, num_workers=3)
 
 
-@pytest.mark.parametrize("moment_s", MOMENTS_S)
+@pytest.mark.parametrize(("cluster", "moment_s"), CASES, indirect=["cluster"])
 async def test_killed_gateway_frees_all_that_its_session_had_started(
     cluster: LocalCluster, client: AsyncClient, expected: list[tuple[int, ...]], moment_s: float
 ) -> None:

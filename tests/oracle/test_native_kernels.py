@@ -17,7 +17,7 @@ from engine.kernels import reference
 from engine.kernels.cpu.build import ISA_VARIABLE, Isa, KernelsUnavailable, build_library, choose_isa
 from engine.kernels.cpu.library import CacheType, WeightKind, open_library
 from engine.kernels.cpu.single import PagedCache, SingleKernels
-from engine.model.kv_convert import quantize_int8, split_blocks
+from engine.model.kv_convert import quantize, split_blocks
 
 _Floats = npt.NDArray[np.float32]
 
@@ -271,7 +271,7 @@ def random_cache(layout: KvLayout, num_blocks: int, seed: int = 1) -> npt.NDArra
     if scales is None:
         elements.copy_(values)
     else:  # one token per row of [tokens, 2, heads, dim]
-        tokens = quantize_int8(values.permute(0, 3, 1, 2, 4).flatten(0, 1))
+        tokens = quantize(values.permute(0, 3, 1, 2, 4).flatten(0, 1), KvDtype.INT8)
         assert tokens.scales is not None
         shape = (num_blocks, layout.block_size)
         elements.copy_(tokens.elements.unflatten(0, shape).permute(0, 2, 3, 1, 4))
@@ -311,7 +311,7 @@ def expected_cache(run: AttentionRun) -> torch.Tensor:
     if scales is None:
         reference.write_kv(torch.from_numpy(run.kv), elements, torch.from_numpy(run.step.slot_mapping))
         return data
-    tokens = quantize_int8(torch.from_numpy(run.kv))
+    tokens = quantize(torch.from_numpy(run.kv), KvDtype.INT8)
     assert tokens.scales is not None
     for row, slot in enumerate(run.step.slot_mapping.tolist()):
         block, offset = divmod(slot, run.layout.block_size)

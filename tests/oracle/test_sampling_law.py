@@ -1,78 +1,235 @@
-"""The sampler's law: joint frequencies of consecutive tokens against exact probabilities, for every sampling field."""
+"""The sampler's law, through verification: frequencies of three consecutive tokens against exact probabilities.
 
+For every sampling field, whatever was drafted, through the sampler that CPU workers use. Each mutant of the verifier
+must make the same check fail.
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from engine.sampling.distribution import Candidates, TokenHistory, candidates, process_logits
-from engine.sampling.sampler import SampleRequest, draw, sample_row
+from engine.sampling.distribution import TokenHistory, candidates, process_logits
+from engine.sampling.rows import NumpyRows, RowSampler, row_sampler
+from engine.sampling.sampler import SampleRequest
+from engine.spec.verify import VerifyItem, verify
 from engine.types import SamplingParams
 
-CHI_SQUARE_999 = 37.7
-"""0.999 quantile of the chi-square distribution with 15 degrees of freedom, the most that 4 x 4 pairs can have."""
+VOCAB, NUM_TOKENS, NUM_DRAWS = 4, 3, 20_000
+STOP_IDS = frozenset({0})
+PROMPT = (2, 1)
+MIN_P_VALUE = 0.001
+
+Logits = NDArray[np.float32]
+Verify = Callable[[Logits, Sequence[VerifyItem], RowSampler], list[tuple[int, ...]]]
+
+FIELDS = {
+    "temperature 1": SamplingParams(),
+    "temperature": SamplingParams(temperature=0.6),
+    "top_k": SamplingParams(top_k=3),
+    "top_p": SamplingParams(top_p=0.8),
+    "min_p": SamplingParams(min_p=0.15),
+    "repetition_penalty": SamplingParams(repetition_penalty=1.6),
+    "presence_penalty": SamplingParams(presence_penalty=0.9),
+    "frequency_penalty": SamplingParams(frequency_penalty=0.7),
+    "logit_bias": SamplingParams(logit_bias={1: 1.2, 3: -0.7}),
+    "allowed_token_ids": SamplingParams(allowed_token_ids=frozenset({1, 2, 3})),
+    "bad_words": SamplingParams(bad_words=((1, 2), (2, 3, 1))),
+    "min_tokens": SamplingParams(min_tokens=2),
+    "stop_token_ids": SamplingParams(min_tokens=1, stop_token_ids=frozenset({3})),
+    "all": SamplingParams(
+        temperature=0.8,
+        top_k=3,
+        top_p=0.95,
+        min_p=0.02,
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+        frequency_penalty=0.2,
+        logit_bias={2: 0.4},
+        bad_words=((3, 3),),
+        min_tokens=1,
+    ),
+}
 
 
-def _rows(count: int, vocab: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).normal(0, 2, (count, vocab)).astype(np.float32)
+def _table(seed: int = 4) -> Logits:
+    """Logits after each token: a first-order model."""
+    return np.random.default_rng(seed).normal(0, 1.0, (VOCAB, VOCAB)).astype(np.float32)
 
 
-FIELDS = [
-    SamplingParams(),
-    SamplingParams(temperature=0.6),
-    SamplingParams(top_k=3),
-    SamplingParams(top_p=0.8),
-    SamplingParams(min_p=0.1),
-    SamplingParams(repetition_penalty=1.4),
-    SamplingParams(presence_penalty=0.8, frequency_penalty=0.5),
-    SamplingParams(logit_bias={1: 1.5}),
-    SamplingParams(allowed_token_ids=frozenset({1, 2, 3})),
-    SamplingParams(bad_words=((1, 2), (3,))),
-    SamplingParams(min_tokens=2),
-]
+def _stop_ids(params: SamplingParams) -> frozenset[int]:
+    return STOP_IDS | params.stop_token_ids
 
 
-def _probabilities(logits: np.ndarray[Any, np.dtype[np.float32]], params: SamplingParams, tokens: Any) -> Any:
-    row = process_logits(logits, params, TokenHistory(tokens, 1), frozenset({0}))
-    target = candidates(row, params)
-    weights = np.exp(target.log_weights.astype(np.float64) - target.log_weights.max())
-    return dict(zip(target.token_ids.tolist(), (weights / weights.sum()).tolist(), strict=True))
+def _law(table: Logits, params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """Exact probabilities of the next `NUM_TOKENS` tokens; nothing ends a sequence here."""
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(NUM_TOKENS):
+        longer: dict[tuple[int, ...], float] = {}
+        for tokens, probability in law.items():
+            text = (*PROMPT, *tokens)
+            row = process_logits(table[text[-1]], params, TokenHistory(text, len(PROMPT)), _stop_ids(params))
+            target = candidates(row, params)
+            weights = np.exp(target.log_weights.astype(np.float64))
+            for token_id, weight in zip(target.token_ids.tolist(), weights / weights.sum(), strict=True):
+                longer[*tokens, token_id] = probability * float(weight)
+        law = longer
+    return law
 
 
-def _draw_pair(table: Any, params: SamplingParams, seed: int) -> Any:
-    tokens = [1]
-    for _ in range(2):
-        logits = table[tokens[-1]]
-        request = SampleRequest(
-            SamplingParams(**{name: getattr(params, name) for name in params.__slots__} | {"seed": seed}),
-            TokenHistory(tokens, 1),
-            frozenset({0}),
-        )
-        tokens.append(sample_row(logits, request))
-    return tuple(tokens[1:])
+def _drafts(tokens: Sequence[int], table: Logits, seed: int) -> tuple[int, ...]:
+    """Two drafts: the best tokens, random ones, or none, so that verification meets every case."""
+    kind = seed % 4
+    if kind == 0:
+        return ()
+    if kind == 1:
+        return (seed // 4 % VOCAB, seed // 16 % VOCAB)
+    first = int(table[tokens[-1]].argmax())
+    return (first, int(table[first].argmax()))
 
 
-@pytest.mark.parametrize("params", FIELDS)
-def test_two_consecutive_tokens_follow_the_exact_joint_distribution(params: SamplingParams) -> None:
-    vocab, num_draws = 4, 20_000
-    table = _rows(vocab, vocab, seed=4) * 0.5
-    expected = {}
-    for first, p_first in _probabilities(table[1], params, [1]).items():
-        for second, p_second in _probabilities(table[first], params, [1, first]).items():
-            expected[first, second] = p_first * p_second
-    counts = dict.fromkeys(expected, 0)
-    for seed in range(num_draws):
-        counts[_draw_pair(table, params, seed)] += 1  # a pair outside the support is a KeyError
-    statistic = sum((counts[pair] - num_draws * p) ** 2 / (num_draws * p) for pair, p in expected.items())
-    assert statistic < CHI_SQUARE_999
+def _generate(table: Logits, params: SamplingParams, check: Verify, rows: RowSampler) -> Counter[tuple[int, ...]]:
+    """The first tokens of one sequence per seed, generated by drafting and verifying."""
+    texts = {seed: list(PROMPT) for seed in range(NUM_DRAWS)}
+    seeded = [replace(params, seed=seed * 0x9E3779B97F4A7C15 % 2**64) for seed in range(NUM_DRAWS)]
+    stop_ids = _stop_ids(params)
+    while open_seeds := [seed for seed, text in texts.items() if len(text) < len(PROMPT) + NUM_TOKENS]:
+        logits: list[int] = []
+        items: list[VerifyItem] = []
+        for seed in open_seeds:
+            drafts = _drafts(texts[seed], table, seed)
+            request = SampleRequest(seeded[seed], TokenHistory(texts[seed], len(PROMPT)), stop_ids)
+            items.append(VerifyItem(len(logits), drafts, request))
+            logits += [texts[seed][-1], *drafts]
+        for seed, new in zip(open_seeds, check(table[logits], items, rows), strict=True):
+            texts[seed] += new
+    return Counter(tuple(text[len(PROMPT) : len(PROMPT) + NUM_TOKENS]) for text in texts.values())
 
 
-def test_chi_square_catches_noise_that_is_reused_between_positions() -> None:
-    vocab, num_draws = 4, 4000
-    weights = np.zeros(vocab, dtype=np.float32)
-    ids = np.arange(vocab)
-    counts = np.zeros((vocab, vocab))
-    for seed in range(num_draws):
-        counts[draw(Candidates(ids, weights), seed, 5), draw(Candidates(ids, weights), seed, 5)] += 1
-    expected = num_draws / vocab**2
-    assert ((counts - expected) ** 2 / expected).sum() > CHI_SQUARE_999
+def _p_value(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
+    """Of the chi-square test; cells that expect less than five are one. Outside the law's support it is 0."""
+    if any(tokens not in law for tokens in counts):
+        return 0.0
+    large = [tokens for tokens, p in law.items() if p * NUM_DRAWS >= 5]
+    cells = [(counts[tokens], law[tokens] * NUM_DRAWS) for tokens in large]
+    rest = NUM_DRAWS - sum(expected for _, expected in cells)
+    if rest > 1e-6:
+        cells.append((NUM_DRAWS - sum(count for count, _ in cells), rest))
+    statistic = sum((count - expected) ** 2 / expected for count, expected in cells)
+    freedom = len(cells) - 1
+    # Wilson and Hilferty (1931): the cube root of chi-square over its degrees of freedom is nearly normal.
+    spread = 2 / (9 * freedom)
+    z = ((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+    return 0.5 * math.erfc(z / math.sqrt(2))
+
+
+@pytest.fixture(scope="module")
+def rows() -> RowSampler:
+    return row_sampler(1)
+
+
+@pytest.mark.parametrize("name", sorted(FIELDS))
+def test_three_consecutive_tokens_follow_the_exact_joint_distribution(name: str, rows: RowSampler) -> None:
+    table = _table()
+    law = _law(table, FIELDS[name])
+    assert len(law) > 10
+    assert _p_value(_generate(table, FIELDS[name], verify, rows), law) > MIN_P_VALUE
+
+
+def test_rows_drawn_without_compiled_kernels_follow_it_too() -> None:
+    table = _table()
+    assert _p_value(_generate(table, FIELDS["all"], verify, NumpyRows()), _law(table, FIELDS["all"])) > MIN_P_VALUE
+
+
+# --- mutants ----------------------------------------------------------------------------------------------------------
+
+
+def _accept_always(logits: Logits, items: Sequence[VerifyItem], rows: RowSampler) -> list[tuple[int, ...]]:
+    bonus = [replace(item, first_row=item.first_row + len(item.draft_token_ids), draft_token_ids=()) for item in items]
+    return [(*item.draft_token_ids, *last) for item, last in zip(items, verify(logits, bonus, rows), strict=True)]
+
+
+def _bonus_from_the_draft(logits: Logits, items: Sequence[VerifyItem], rows: RowSampler) -> list[tuple[int, ...]]:
+    return [
+        (*tokens[:-1], item.draft_token_ids[-1]) if len(tokens) > len(item.draft_token_ids) > 0 else tokens
+        for tokens, item in zip(verify(logits, items, rows), items, strict=True)
+    ]
+
+
+def _row_by_row(
+    logits: Logits, items: Sequence[VerifyItem], rows: RowSampler, history_of: Callable[[list[int], int], list[int]]
+) -> list[tuple[int, ...]]:
+    """Verification as it is, but that each row sees what `history_of` makes of the tokens before it."""
+    results: list[tuple[int, ...]] = []
+    for item in items:
+        text = list(item.request.history.token_ids)
+        tokens: list[int] = []
+        for offset, draft in enumerate(itertools.chain(item.draft_token_ids, [None])):
+            history = TokenHistory(history_of(text, len(tokens)), item.request.history.num_prompt_tokens)
+            single = VerifyItem(0, (), replace(item.request, history=history))
+            tokens.append(verify(logits[item.first_row + offset][None], [single], rows)[0][0])
+            if tokens[-1] != draft:
+                break
+            text.append(tokens[-1])
+        results.append(tuple(tokens))
+    return results
+
+
+def _penalty_off_by_one(logits: Logits, items: Sequence[VerifyItem], rows: RowSampler) -> list[tuple[int, ...]]:
+    """The last accepted draft is not counted; a stand-in keeps the position, and with it the noise."""
+
+    def without_last(text: list[int], num_accepted: int) -> list[int]:
+        return [*text[:-1], text[0]] if num_accepted else text
+
+    return _row_by_row(logits, items, rows, without_last)
+
+
+class _ReusedNoise:
+    """Draws every row of a step with the noise of the step's first position."""
+
+    def __init__(self, rows: RowSampler, num_tokens: int) -> None:
+        self._rows = rows
+        self._position = num_tokens
+
+    def draw(self, draws: Sequence[Any]) -> list[int | None]:
+        return self._rows.draw([replace(one, position=self._position) for one in draws])
+
+    def logprobs(self, queries: Sequence[Any]) -> Any:
+        return self._rows.logprobs(queries)
+
+
+def _noise_reused(logits: Logits, items: Sequence[VerifyItem], rows: RowSampler) -> list[tuple[int, ...]]:
+    groups = {len(item.request.history.token_ids) for item in items}
+    results: dict[int, tuple[int, ...]] = {}
+    for length in groups:
+        members = [item for item in items if len(item.request.history.token_ids) == length]
+        found = verify(logits, members, _ReusedNoise(rows, length))
+        results.update({item.first_row: tokens for item, tokens in zip(members, found, strict=True)})
+    return [results[item.first_row] for item in items]
+
+
+def _mutants() -> Iterator[Any]:
+    for mutant in (_accept_always, _bonus_from_the_draft, _noise_reused):
+        yield pytest.param(mutant, SamplingParams(), id=mutant.__name__)
+    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        yield pytest.param(_penalty_off_by_one, FIELDS[name], id=f"_penalty_off_by_one-{name}")
+
+
+@pytest.mark.parametrize(("mutant", "params"), list(_mutants()))
+def test_mutants_of_the_verifier_break_the_law(mutant: Verify, params: SamplingParams, rows: RowSampler) -> None:
+    table = _table()
+    assert _p_value(_generate(table, params, mutant, rows), _law(table, params)) < MIN_P_VALUE / 1000
+
+
+def test_row_by_row_without_a_change_is_no_mutant(rows: RowSampler) -> None:
+    def unchanged(logits: Logits, items: Sequence[VerifyItem], sampler: RowSampler) -> list[tuple[int, ...]]:
+        return _row_by_row(logits, items, sampler, lambda text, _: text)
+
+    params = FIELDS["repetition_penalty"]
+    assert _p_value(_generate(_table(), params, unchanged, rows), _law(_table(), params)) > MIN_P_VALUE

@@ -10,7 +10,7 @@ import pytest
 
 from engine.config import SchedulerConfig
 from engine.sequence import Sequence
-from engine.spec.drafter import Drafter
+from engine.spec.drafter import Drafter, Evidence, Proposal
 from engine.spec.ngram import NgramDrafter
 from engine.spec.pace import DraftPacer
 from engine.spec.speculation import Speculation
@@ -18,6 +18,7 @@ from engine.types import EngineRequest, RequestId
 from tests.engine_driver import make_engine, make_request, run_alone, run_to_end
 
 FolderOf = Callable[[str], Path]
+KNOWN = Evidence("known", 0, 0.5)
 
 
 class KnowingDrafter:
@@ -30,14 +31,13 @@ class KnowingDrafter:
         self._error_rate = error_rate
         self._rng = random.Random(0)
 
-    def propose(self, sequences: SequenceOf[Sequence], max_tokens: SequenceOf[int]) -> list[tuple[int, ...]]:
-        return [
-            tuple(
-                token if self._rng.random() >= self._error_rate else max(token - 1, 0)
-                for token in self._truth.get(sequence.request_id, [])[sequence.num_output_tokens :][: max(limit, 0)]
-            )
-            for sequence, limit in zip(sequences, max_tokens, strict=True)
-        ]
+    def propose(self, sequences: SequenceOf[Sequence], max_tokens: SequenceOf[int]) -> list[Proposal]:
+        found = []
+        for sequence, limit in zip(sequences, max_tokens, strict=True):
+            truth = self._truth.get(sequence.request_id, [])[sequence.num_output_tokens :][: max(limit, 0)]
+            drafts = [token if self._rng.random() >= self._error_rate else max(token - 1, 0) for token in truth]
+            found.append(Proposal(tuple(drafts), (KNOWN,) * len(drafts)))
+        return found
 
     def forget(self, request_id: RequestId) -> None:
         pass
@@ -46,8 +46,8 @@ class KnowingDrafter:
 class Eager(DraftPacer):
     """Always verifies all that is proposed."""
 
-    def choose(self, request_ids: SequenceOf[RequestId], proposed: SequenceOf[int]) -> list[int]:
-        return [min(count, self.max_draft_tokens) for count in proposed]
+    def choose(self, sequences: SequenceOf[Sequence], proposals: SequenceOf[Proposal]) -> list[int]:
+        return [min(len(proposal.token_ids), self.max_draft_tokens) for proposal in proposals]
 
 
 FIELDS: dict[str, dict[str, Any]] = {
@@ -79,7 +79,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-def _requests(fields: dict[str, Any], count: int = 5) -> list[EngineRequest]:
+def speculation_requests(fields: dict[str, Any], count: int = 5) -> list[EngineRequest]:
     rng = random.Random(4)
     requests = []
     for index in range(1, count + 1):
@@ -90,13 +90,13 @@ def _requests(fields: dict[str, Any], count: int = 5) -> list[EngineRequest]:
 
 
 def _drafters(truth: dict[int, list[int]]) -> dict[str, Drafter]:
-    return {"ngram": NgramDrafter(), "good": KnowingDrafter(truth, 0.1), "bad": KnowingDrafter(truth, 0.6)}
+    return {"ngram": NgramDrafter(DraftPacer(6)), "good": KnowingDrafter(truth, 0.1), "bad": KnowingDrafter(truth, 0.6)}
 
 
 @pytest.mark.parametrize("name", sorted(FIELDS))
 @pytest.mark.parametrize("drafter", ["ngram", "good", "bad"])
 def test_speculative_equals_plain(tiny_folder: FolderOf, name: str, drafter: str) -> None:
-    requests = _requests(FIELDS[name])
+    requests = speculation_requests(FIELDS[name])
     expected = run_alone(make_engine(tiny_folder("llama")), requests)
     speculation = Speculation(_drafters(expected)[drafter], Eager(6))
     engine = make_engine(tiny_folder("llama"), speculation=speculation)
@@ -110,7 +110,7 @@ def test_speculative_equals_plain(tiny_folder: FolderOf, name: str, drafter: str
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "llama3"])
 def test_speculation_goes_with_chunks_preemption_and_arrivals(tiny_folder: FolderOf, family: str) -> None:
-    requests = _requests(FIELDS["all"] | {"ignore_eos": True, "max_tokens": 40}, count=10)
+    requests = speculation_requests(FIELDS["all"] | {"ignore_eos": True, "max_tokens": 40}, count=10)
     expected = run_alone(make_engine(tiny_folder(family)), requests)
     speculation = Speculation(KnowingDrafter(expected, 0.2), Eager(5))
     engine = make_engine(
@@ -133,7 +133,7 @@ def test_speculation_goes_with_chunks_preemption_and_arrivals(tiny_folder: Folde
 
 
 def test_sequences_with_and_without_drafts_share_a_step(tiny_folder: FolderOf) -> None:
-    requests = _requests({"temperature": 0.0, "ignore_eos": True})
+    requests = speculation_requests({"temperature": 0.0, "ignore_eos": True})
     requests[1] = make_request(2, requests[1].token_ids, max_tokens=24, ignore_eos=True, num_draft_tokens=0)
     expected = run_alone(make_engine(tiny_folder("llama")), requests)
     engine = make_engine(tiny_folder("llama"), speculation=Speculation(KnowingDrafter(expected, 0.0), Eager(4)))

@@ -117,8 +117,8 @@ class HandoffMachine(RuleBasedStateMachine):
 
     def begin(self, reservation: Reservation, handle: KvHandle) -> None:
         attempt_id = len(self.attempts) + 1
-        is_layerwise = attempt_id % 2 == 0
-        sender = SenderHandoff(LAYOUT, 0, handle.num_tokens, is_layerwise=is_layerwise)
+        min_frame_bytes = (0, 2 * LAYOUT.block_bytes, None)[attempt_id % 3]
+        sender = SenderHandoff(LAYOUT, 0, handle.num_tokens, min_frame_bytes=min_frame_bytes)
         attempt = Attempt(attempt_id, handle, sender, attempt_id, self.committed)
         self.attempts.append(attempt)
         reservation.attempts.append(attempt)

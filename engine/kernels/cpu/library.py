@@ -100,7 +100,7 @@ class ModelShape(ctypes.Structure):
     )
 
 
-class _StepArguments(ctypes.Structure):
+class StepArguments(ctypes.Structure):
     """Mirrors `StepArguments` in src/api.cpp."""
 
     _fields_ = (
@@ -115,6 +115,8 @@ class _StepArguments(ctypes.Structure):
         ("cache", ctypes.c_void_p),
         ("on_layer", ctypes.c_void_p),
         ("part_ns", ctypes.c_void_p),
+        ("taps", ctypes.c_void_p),
+        ("tap_layers", ctypes.c_void_p),
         ("cache_layer_bytes", ctypes.c_int64),
         ("cache_block_bytes", ctypes.c_int64),
         ("cache_type", ctypes.c_int32),
@@ -124,6 +126,7 @@ class _StepArguments(ctypes.Structure):
         ("num_seqs", ctypes.c_int32),
         ("max_blocks", ctypes.c_int32),
         ("num_logit_rows", ctypes.c_int32),
+        ("num_taps", ctypes.c_int32),
     )
 
 
@@ -155,6 +158,11 @@ class StepPointers:
     num_seqs: int
     max_blocks: int
     num_logit_rows: int
+    taps: int | None = None
+    """[num_rows, num_taps, hidden_size] fp32, to be filled."""
+    tap_layers: int | None = None
+    """[num_taps] int32."""
+    num_taps: int = 0
 
 
 _POINTER_FIELDS = tuple(field.name for field in fields(StepPointers))
@@ -186,7 +194,7 @@ def open_library(path: Path) -> ctypes.CDLL:
         ("kvr_quantize_columns", None, (pointer, i32, i32, pointer, pointer)),
         ("kvr_tie_lm_head", None, (pointer,)),
         ("kvr_add_vector", i32, (pointer, i32, i32, pointer, i32)),
-        ("kvr_step", i32, (pointer, ctypes.POINTER(_StepArguments))),
+        ("kvr_step", i32, (pointer, ctypes.POINTER(StepArguments))),
     ):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
@@ -213,12 +221,28 @@ class NativeHandle:
         if not self._model:
             raise MemoryError(f"{weight_bytes} bytes for weights and {num_threads} threads are not to be had")
         self._finalizer = weakref.finalize(self, library.kvr_model_free, self._model)
-        self._arguments = _StepArguments()
+        self._arguments = StepArguments()
 
     def close(self) -> None:
         """End the threads and free the memory. The handle is unusable then; closing again does nothing."""
         self._finalizer()
         self._model = None
+
+    @property
+    def library(self) -> ctypes.CDLL:
+        """What the model lives in."""
+        return self._library
+
+    @property
+    def pointer(self) -> int:
+        """The model inside the library.
+
+        Raises:
+            ValueError: The handle is closed.
+        """
+        if self._model is None:
+            raise ValueError("the model is closed")
+        return self._model
 
     def add_blocks(
         self,
@@ -239,13 +263,13 @@ class NativeHandle:
             blocks: [stored rows, bytes of a row], contiguous.
             rows: [columns of the product] the stored row of each; -1 = a column of zeros.
         """
-        blocks, rows = np.ascontiguousarray(blocks, np.uint8), _checked_rows(rows, len(blocks))
+        blocks, rows = np.ascontiguousarray(blocks, np.uint8), checked_rows(rows, len(blocks))
         self._add_matrix(layer, slot, kind, len(rows), num_inputs)
         self._library.kvr_pack_columns(self._model, layer, slot, rows.ctypes.data, blocks.ctypes.data, blocks.shape[1])
 
     def add_values(self, layer: int, slot: int, values: npt.NDArray[np.float32], rows: npt.NDArray[np.int32]) -> None:
         """Quantize a matrix [stored rows, inputs] fp32 to Q8_0; otherwise as `add_blocks`."""
-        values, rows = np.ascontiguousarray(values, np.float32), _checked_rows(rows, len(values))
+        values, rows = np.ascontiguousarray(values, np.float32), checked_rows(rows, len(values))
         self._add_matrix(layer, slot, WeightKind.Q8_0, len(rows), values.shape[1])
         self._library.kvr_quantize_columns(self._model, layer, slot, rows.ctypes.data, values.ctypes.data)
 
@@ -279,26 +303,17 @@ class NativeHandle:
             IndexError: A token, slot, block or row lies outside the model, the cache or the step.
             MemoryError: There is no workspace for so many rows.
         """
-        if self._model is None:
-            raise ValueError("the model is closed")
-        arguments = self._arguments
-        for name in _POINTER_FIELDS:
-            setattr(arguments, name, getattr(pointers, name))
-        arguments.cache, arguments.cache_type = cache.address, cache.type
-        arguments.cache_layer_bytes, arguments.cache_block_bytes = cache.layer_bytes, cache.block_bytes
-        arguments.cache_block_size, arguments.cache_num_blocks = cache.block_size, cache.num_blocks
+        model, arguments = self.pointer, self._arguments
+        set_step(arguments, pointers, cache)
         failures: list[BaseException] = []
         callback = None
         if on_layer is not None:
             callback = _LayerCallback(_guarded(on_layer, failures))
         arguments.on_layer = ctypes.cast(callback, ctypes.c_void_p) if callback is not None else None
-        error = self._library.kvr_step(self._model, ctypes.byref(arguments))
+        error = self._library.kvr_step(model, ctypes.byref(arguments))
         if failures:
             raise failures[0]
-        if error == _NO_MEMORY:
-            raise MemoryError(f"no workspace for a step of {pointers.num_rows} rows")
-        if error != _OK:
-            raise IndexError("a token, slot, block or row of the step lies outside the model or the cache")
+        check_step(error, pointers.num_rows)
 
     def _add_matrix(self, layer: int, slot: int, kind: WeightKind, num_columns: int, num_inputs: int) -> None:
         if self._library.kvr_add_matrix(self._model, layer, slot, kind, num_columns, num_inputs) != _OK:
@@ -320,7 +335,25 @@ def vector_bytes(size: int) -> int:
     return -(-size // 32) * 128
 
 
-def _checked_rows(rows: npt.NDArray[np.int32], num_stored: int) -> npt.NDArray[np.int32]:
+def set_step(arguments: StepArguments, pointers: StepPointers, cache: CachePointer) -> None:
+    """Fill in a step's arguments, all but who listens to it."""
+    for name in _POINTER_FIELDS:
+        setattr(arguments, name, getattr(pointers, name))
+    arguments.cache, arguments.cache_type = cache.address, cache.type
+    arguments.cache_layer_bytes, arguments.cache_block_bytes = cache.layer_bytes, cache.block_bytes
+    arguments.cache_block_size, arguments.cache_num_blocks = cache.block_size, cache.num_blocks
+
+
+def check_step(error: int, num_rows: int) -> None:
+    """Raise what a step's error number means; see `NativeHandle.step`."""
+    if error == _NO_MEMORY:
+        raise MemoryError(f"no workspace for a step of {num_rows} rows")
+    if error != _OK:
+        raise IndexError("a token, slot, block or row of the step lies outside the model or the cache")
+
+
+def checked_rows(rows: npt.NDArray[np.int32], num_stored: int) -> npt.NDArray[np.int32]:
+    """Return the rows, contiguous; raises IndexError where there is none, or one that is not stored."""
     rows = np.ascontiguousarray(rows, np.int32)
     if rows.size == 0 or int(rows.max()) >= num_stored:
         raise IndexError(f"row {int(rows.max(initial=-1))} of a matrix of {num_stored}")

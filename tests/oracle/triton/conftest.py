@@ -9,16 +9,20 @@ import importlib
 import os
 import pkgutil
 import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
 
 _KERNELS = "engine.kernels.triton"
-_MODEL = "engine.model.cuda"
-"""`cuda.py` and everything beside it whose name begins so hold kernels."""
+_USERS = ("engine.model.cuda", "engine.spec.device_sampling", "worker.cuda_bootstrap")
+"""Modules whose names begin so hold kernels."""
 
 
 def _holds_kernels(name: str) -> bool:
     # The compiler's own extension knows no interpreter, and cannot be loaded twice.
     is_triton = name == "triton" or (name.startswith("triton.") and not name.startswith("triton._C"))
-    return is_triton or name == _KERNELS or name.startswith((f"{_KERNELS}.", _MODEL))
+    return is_triton or name == _KERNELS or name.startswith((f"{_KERNELS}.", *_USERS))
 
 
 for _name in [name for name in sys.modules if _holds_kernels(name)]:
@@ -35,3 +39,13 @@ finally:
         del os.environ["TRITON_INTERPRET"]
     else:
         os.environ["TRITON_INTERPRET"] = _outer
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """Give new tensors NaN or the largest integer, so that what a kernel leaves unwritten shows in its result."""
+    torch.use_deterministic_algorithms(True)  # which has `torch.empty` filled
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,14 @@ def test_every_launch_compiles(reports: list[dict[str, object]]) -> None:
     assert len(reports) > 30
     failed = {f"{report['name']} {report['kernel']}": report["error"] for report in reports if "error" in report}
     assert not failed
+
+
+def test_every_kernel_is_among_the_launches(reports: list[dict[str, object]]) -> None:
+    launched = set[str]()
+    for path in (ROOT / "engine" / "kernels" / "triton").glob("*.py"):
+        launched |= set(re.findall(r"^ +(_\w+)\[.+\]\(", path.read_text(encoding="utf-8"), re.MULTILINE))
+    assert len(launched) > 10
+    assert launched == {report["kernel"] for report in reports}
 
 
 def test_every_launch_fits_the_device(target: str, reports: list[dict[str, object]]) -> None:

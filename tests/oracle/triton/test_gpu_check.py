@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["rows", "products", "handoff", "model:fp8"])
+@pytest.mark.parametrize("part", ["rows", "products", "attention", "sampling", "handoff", "check:model", "model:fp8"])
 def test_parts_run_and_their_checks_are_good(part: str, tmp_path: Path) -> None:
     report = tmp_path / "gpu.json"
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--rehearse", "--only", part, "--json", str(report)]
@@ -26,6 +26,20 @@ def test_parts_run_and_their_checks_are_good(part: str, tmp_path: Path) -> None:
     assert [row for row in rows if row["ok"] is False] == []
     started = {str(row["name"]).removesuffix(" starts") for row in rows if row["kind"] == "part"}
     assert started == {"ceilings", *(name for name in (*CHECKS, *TIMED) if part in name)}
+
+
+def test_script_needs_no_more_than_its_page_says() -> None:
+    """A machine with a GPU may have PyTorch, Triton, numpy and xxhash, and nothing else of ours."""
+    absent = ("structlog", "gguf", "safetensors", "pydantic", "grpc", "yaml", "tokenizers", "huggingface_hub")
+    parts = ("gpu_check", "gpu_handoff", "gpu_kernel_checks", "gpu_kernel_speed", "gpu_model")
+    lines = [
+        f"import sys; sys.modules.update(dict.fromkeys({absent!r}))",
+        *(f"import benchmarks.{part}" for part in parts),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], cwd=ROOT, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.gpu

@@ -34,6 +34,13 @@ def assert_quantized_alike(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, T
     assert int((have != want).sum()) <= 0.01 * want.numel()
 
 
+def test_memory_is_poisoned_before_kernels_write_it() -> None:
+    assert torch.empty(3).isnan().all()
+    assert torch.empty_like(torch.ones(3, dtype=torch.float16)).isnan().all()
+    assert torch.empty(3, dtype=torch.float8_e4m3fn).float().isnan().all()
+    assert (torch.empty(3, dtype=torch.int8) == 127).all()
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", [(0, 8), (1, 1), (3, 64), (5, 576), (2, 1000)])
 def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:

@@ -11,8 +11,12 @@ from torch import Tensor
 from engine.kernels import reference_sampling
 from engine.kernels.triton.sampling import sample_rows
 from engine.kernels.triton.sampling_rows import SamplingRow, SamplingRows
-from engine.sampling import noise, sampler
+from engine.sampling import noise
 from engine.sampling.distribution import TokenHistory
+from engine.sampling.sampler import SampleRequest
+from engine.spec.device_sampling import DeviceSampler, position_logprobs
+from engine.spec.sampling import HostSampler, NewTokens
+from engine.spec.verify import VerifyItem, verify
 from engine.types import SamplingParams
 
 CPU = torch.device("cpu")
@@ -27,11 +31,13 @@ def history(length: int, vocab_size: int, seed: int) -> tuple[int, ...]:
 
 
 def on_cpu(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    requests = [
-        sampler.SampleRequest(row.params, TokenHistory(row.token_ids, row.num_prompt_tokens), row.stop_ids)
-        for row in rows
-    ]
-    return sampler.sample_rows(logits.numpy(), requests)
+    items = [item_of(row, index) for index, row in enumerate(rows)]
+    return [token_id for (token_id,) in verify(logits.numpy(), items)]
+
+
+def item_of(row: SamplingRow, first_row: int, draft_token_ids: tuple[int, ...] = ()) -> VerifyItem:
+    request = SampleRequest(row.params, TokenHistory(row.token_ids, row.num_prompt_tokens), row.stop_ids)
+    return VerifyItem(first_row, draft_token_ids, request)
 
 
 def on_device(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
@@ -162,3 +168,67 @@ def test_no_rows_and_wrong_masks() -> None:
     rows = rows_with(seeded(SamplingParams(allowed_token_ids=frozenset({1}))), 100)
     with pytest.raises(ValueError, match="mask is for other logits"):
         sample_rows(logits_of(1, 200), SamplingRows.build(rows, 100, CPU))
+
+
+def sampled_by_both(logits: Tensor, items: Sequence[VerifyItem]) -> tuple[list[NewTokens], list[NewTokens]]:
+    return DeviceSampler().sample(logits.clone(), items), HostSampler().sample(logits.clone(), items)
+
+
+@pytest.mark.parametrize("params", [*CASES[:3], CASES[12], CASES[15], *CASES[17:]], ids=changed)
+def test_device_sampler_verifies_drafts_as_the_host_does(params: SamplingParams) -> None:
+    """Drafts are right at first, in part or not at all; rows of different sequences stand side by side."""
+    vocab_size = 257
+    logits = logits_of(9, vocab_size, spread=3.0)
+    row = rows_with(seeded(replace(params, logprobs=None)), vocab_size)[0]
+    true = list(row.token_ids)
+    for place in range(3):  # what comes after the history, one token after the other
+        here = replace(row, token_ids=tuple(true))
+        true += on_cpu(logits[place : place + 1], [here])
+    drafts = tuple(true[len(row.token_ids) :][:2])
+    items = [
+        item_of(row, 0, drafts),
+        item_of(row, 3, ((drafts[0] + 1) % vocab_size,)),
+        item_of(row, 5),
+        item_of(row, 6, (drafts[0], (drafts[1] + 1) % vocab_size)),
+    ]
+    logits[6:9] = logits[0:3]
+    found, wanted = sampled_by_both(logits, items)
+    assert found == wanted
+    assert len(found[0].token_ids) == 3
+    assert len(found[3].token_ids) == 2
+
+
+def test_device_sampler_reports_the_logprobs_of_the_host() -> None:
+    vocab_size = 97
+    logits = logits_of(5, vocab_size).round()  # many ties
+    logits[2, :4] = torch.tensor([-0.0, 0.0, -0.0, 0.0])
+    base = seeded(SamplingParams(logit_bias={3: 5.0}, top_k=9))[0]
+    rows = rows_with([replace(base, logprobs=count) for count in (0, 4, None, 97)], vocab_size)
+    items = [item_of(rows[0], 0), item_of(rows[1], 1, (4,)), item_of(rows[2], 3), item_of(rows[3], 4)]
+    for mine, other in zip(*sampled_by_both(logits, items), strict=True):
+        assert mine.token_ids == other.token_ids
+        assert len(mine.logprobs) == len(other.logprobs)
+        for found, wanted in zip(mine.logprobs, other.logprobs, strict=True):
+            for left, right in zip((found.sampled, *found.top), (wanted.sampled, *wanted.top), strict=True):
+                assert (left.token_id, left.rank) == (right.token_id, right.rank)
+                assert left.logprob == pytest.approx(right.logprob, rel=1e-12)
+
+
+def test_device_sampler_minds_only_rows_that_decide() -> None:
+    """A row behind a wrong draft may hold anything; one that decides and allows nothing is an error."""
+    logits = logits_of(2, 50)
+    logits[1] = float("nan")
+    row = rows_with([SamplingParams(temperature=0.0)], 50)[0]
+    best = int(logits[0].argmax())
+    found, wanted = sampled_by_both(logits, [item_of(row, 0, ((best + 1) % 50,))])
+    assert found == wanted == [NewTokens((best,))]
+    with pytest.raises(ValueError, match="no token is allowed"):
+        DeviceSampler().sample(logits.clone(), [item_of(row, 0, (best,))])
+    assert DeviceSampler().sample(torch.empty(0, 50), []) == []
+
+
+def test_logprobs_of_one_row_do_not_depend_on_the_others() -> None:
+    logits = logits_of(3, 64)
+    together = position_logprobs(logits, [5, 6, 7], [0, 3, 1])
+    alone = [position_logprobs(logits[row : row + 1], [5 + row], [count])[0] for row, count in enumerate((0, 3, 1))]
+    assert together == alone

@@ -8,6 +8,7 @@ from benchmarks.common.stream import RequestTrace
 from benchmarks.spec.figures import Tally, merged
 from benchmarks.spec.run import PLAIN, SpecSettings, build_report, many_streams, single_streams
 from benchmarks.spec.tasks import SpecTask, all_categories, chosen_categories, load_tasks
+from benchmarks.spec.variants import ClusterVariant
 from engine.errors import InvalidRequest
 from kvrelay.results import Timings, Usage
 from tests.unit.benchmarks.fake_client import FakeClient
@@ -49,7 +50,8 @@ def test_nothing_measured_has_no_acceptance() -> None:
 
 
 def test_categories_keep_their_order_and_unknown_ones_are_refused() -> None:
-    assert chosen_categories(["rag", "writing"]) == ("writing", "rag")
+    assert chosen_categories(["rag", "mt_bench"]) == ("mt_bench", "rag")
+    assert len(all_categories()) == 7
     assert chosen_categories([]) == all_categories()
     with pytest.raises(InvalidRequest, match="nonsense"):
         chosen_categories(["nonsense"])
@@ -65,14 +67,17 @@ async def test_tasks_fit_the_context_and_the_limit() -> None:
     assert [task.category for task in tasks] == ["rag"] * 3 + ["editing"] * 3
     assert all(2 <= task.max_tokens <= 40 for task in tasks)
     assert await load_tasks(FakeClient(), ["rag"], None, output_tokens=40, context=100) == []
-    assert len(await load_tasks(FakeClient(), ["rag"], None, output_tokens=40, context=10_000)) == 80
+    for category in ("rag", "mt_bench"):
+        found = await load_tasks(FakeClient(), [category], None, output_tokens=40, context=10_000)
+        assert [task.category for task in found] == [category] * 80
 
 
 async def test_no_task_meets_its_own_earlier_answer() -> None:
     clients = {PLAIN: FakeClient(), "ngram": FakeClient()}
+    variants = {name: ClusterVariant(client) for name, client in clients.items()}
     tasks = [SpecTask(str(index), "rag", (index,), 4) for index in range(3)]
     for round_index in range(2):
-        await single_streams(clients, tasks, round_index, SilentProgress())
+        await single_streams(variants, tasks, round_index, SilentProgress())
     for client in clients.values():
         seen = [(options["token_ids"], options["cache_salt"]) for options in client.requests]
         assert len(set(seen)) == len(seen) == 6
@@ -81,7 +86,10 @@ async def test_no_task_meets_its_own_earlier_answer() -> None:
 async def test_answers_that_differ_from_plain_decoding_are_counted() -> None:
     other = FakeClient(lambda _prompt, max_tokens: [(0.0, 1)] * (max_tokens - 1))
     tallies = await single_streams(
-        {PLAIN: FakeClient(), "ngram": other}, [SpecTask("1", "rag", (1,), 4)], 0, SilentProgress()
+        {PLAIN: ClusterVariant(FakeClient()), "ngram": ClusterVariant(other)},
+        [SpecTask("1", "rag", (1,), 4)],
+        0,
+        SilentProgress(),
     )
     assert tallies["ngram", "rag"].num_different == 1
     assert tallies[PLAIN, "rag"].num_different == 0
@@ -90,7 +98,7 @@ async def test_answers_that_differ_from_plain_decoding_are_counted() -> None:
 async def test_many_streams_run_at_once_and_never_ask_the_same_twice() -> None:
     client = FakeClient(lambda _prompt, max_tokens: [(0.005, 1)] * max_tokens)
     tasks = [SpecTask(str(index), category, (index,), 3) for index in range(3) for category in ("rag", "qa")]
-    assert await many_streams(client, tasks, 8, "salt") > 0
+    assert await many_streams(ClusterVariant(client), tasks, 8, "salt") > 0
     assert client.most_running == 8
     seen = [(options["token_ids"], options["cache_salt"]) for options in client.requests]
     assert len(seen) >= 16

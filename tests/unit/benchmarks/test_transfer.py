@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.common.stream import RequestTrace
 from benchmarks.transfer.receiver import handle_from_json, handle_to_json
-from benchmarks.transfer.run import exposed_share, path_row, worst_speed_ratio
+from benchmarks.transfer.run import exposed_share, path_row, worst_second_token, worst_speed_ratio
 from benchmarks.transfer.serving import ONE_PROCESS, ServingSamples, serving_row
 from benchmarks.transfer.shapes import LLAMA_3_8B, layout_from_json, layout_to_json, smollm2_shape
 from engine.config import KvDtype
@@ -68,7 +68,19 @@ def test_request_row_shows_growth_over_one_process() -> None:
     assert row["ttft_growth_ms"] == pytest.approx(100)
     assert row["second_token_growth_ms"] == pytest.approx(20)
     assert row["second_token_limit_ms"] == pytest.approx(1.5 * 10 + 10)
+    assert row["second_token_over_limit"] == pytest.approx(30 / 25)
     assert (row["transfer_ms"], row["exposed_ms"]) == (40, 10)
+
+
+def test_the_second_token_counts_where_it_is_worst() -> None:
+    travelled = Timings(transport="grpc", transfer_ns=40_000_000, transfer_exposed_ns=10_000_000)
+    served = {
+        ("grpc", 60): samples("grpc", 0.5, 0.02, travelled),
+        ("grpc", 1000): samples("grpc", 0.5, 0.03, travelled),
+        (ONE_PROCESS, 1000): samples(ONE_PROCESS, 0.5, 0.9, Timings()),
+    }
+    assert worst_second_token(served) == pytest.approx(30 / 25)
+    assert worst_second_token({}) is None
 
 
 def test_exposed_share_is_taken_from_requests_whose_kv_travelled() -> None:

@@ -1,14 +1,23 @@
 """Draws: greedy, seeded, independent of their neighbours, and distributed as the target says."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from engine.sampling.distribution import Candidates, TokenHistory
 from engine.sampling.noise import gumbel_noise
-from engine.sampling.sampler import SampleRequest, draw, position_logprobs, sample_row, sample_rows
+from engine.sampling.sampler import SampleRequest, draw, position_logprobs, sample_row
+from engine.spec.verify import VerifyItem, verify
 from engine.types import SamplingParams
+
+
+def _sample(logits: NDArray[np.float32], requests: Sequence[SampleRequest]) -> list[int]:
+    """One token per row, as a step without drafts samples."""
+    found = verify(logits, [VerifyItem(row, (), request) for row, request in enumerate(requests)])
+    return [token_id for (token_id,) in found]
 
 
 def _request(params: SamplingParams, tokens: Any = (1, 2, 3), num_prompt: Any = 2) -> SampleRequest:
@@ -21,14 +30,14 @@ def _rows(count: int, vocab: int, seed: int = 0) -> np.ndarray:
 
 def test_greedy_takes_the_best_token_and_the_first_of_equals() -> None:
     row = np.array([[0.0, 3.0, 3.0, 1.0]], dtype=np.float32)
-    assert sample_rows(row, [_request(SamplingParams(temperature=0))]) == [1]
+    assert _sample(row, [_request(SamplingParams(temperature=0))]) == [1]
 
 
 def test_row_gives_the_same_token_in_any_batch() -> None:
     rows = _rows(8, 5000)
     requests = [_request(SamplingParams(seed=i, temperature=1.3, top_p=0.95 if i % 2 else 1.0)) for i in range(8)]
-    together = sample_rows(rows, requests)
-    alone = [sample_rows(rows[i : i + 1], [requests[i]])[0] for i in range(8)]
+    together = _sample(rows, requests)
+    alone = [_sample(rows[i : i + 1], [requests[i]])[0] for i in range(8)]
     assert together == alone
 
 

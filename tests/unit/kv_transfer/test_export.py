@@ -19,7 +19,7 @@ from engine.errors import (
 from engine.types import Epoch, Incarnation, LeaseId, WorkerId
 from kv_transfer import export as export_module
 from kv_transfer.exporter import Exporter
-from kv_transfer.frame import Frame, FrameError, FrameKind, seal
+from kv_transfer.frame import Frame, FrameError, FrameKind, PayloadBuffer, seal
 from kv_transfer.handle import KvHandle, Peer
 from kv_transfer.handoff_sender import SenderState
 from kv_transfer.inproc import InprocConnection, InprocTransport
@@ -304,3 +304,30 @@ async def test_an_abort_that_cannot_leave_is_given_up(monkeypatch: pytest.Monkey
             await export.abort("the client left")
         assert isinstance(export.error, RequestCancelled)
         connection._budget.used = 0
+
+
+async def test_room_that_comes_in_the_turn_of_the_failure_is_not_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By then the blocks may belong to another sequence."""
+    room: asyncio.Future[PayloadBuffer] = asyncio.get_running_loop().create_future()
+    is_waiting, released = asyncio.Event(), asyncio.Event()
+    reserve = InprocConnection.reserve
+
+    async def wait_for_room(connection: InprocConnection, num_bytes: int) -> PayloadBuffer:
+        if num_bytes < LAYOUT.block_bytes:
+            return await reserve(connection, num_bytes)  # a control frame's
+        is_waiting.set()
+        return await room
+
+    monkeypatch.setattr(InprocConnection, "reserve_now", lambda connection, num_bytes: None)
+    monkeypatch.setattr(InprocConnection, "reserve", wait_for_room)
+    async with stage() as on:
+        export = on.exporter.begin(HANDLE, is_layerwise=True)
+        await (await on.accept()).accept()
+        export.layer_ready(0, 20, blocks(0, 1))
+        await asyncio.wait_for(is_waiting.wait(), 5)
+        room.set_result(PayloadBuffer(memoryview(bytearray(2 * LAYOUT.block_bytes)), on_release=released.set))
+        await asyncio.sleep(0)  # the room is there, and the export has not yet seen it
+        export.fail(PeerUnavailable("gone"))
+        await asyncio.wait_for(released.wait(), 5)
+        assert on.source.num_reads == 0
+        await until(lambda: export.error is not None)

@@ -32,10 +32,11 @@ def machine(
     start: int = 0,
     end: int = 40,
     layerwise: bool = True,
+    at_least: int = 0,
     frame: int = 100 * BLOCK,
     window: int | None = 1000 * BLOCK,
 ) -> SenderHandoff:
-    handoff = SenderHandoff(LAYOUT, start, end, is_layerwise=layerwise)
+    handoff = SenderHandoff(LAYOUT, start, end, min_frame_bytes=at_least if layerwise else None)
     if window is not None:
         assert handoff.handle(Accepted(window, frame)) == []
     return handoff
@@ -111,6 +112,28 @@ def test_frames_keep_to_the_transports_size() -> None:
     assert drain(tiny, tiny.handle(LayerReady(0, 32))) == [kv(0, 1, 0), kv(1, 1, 0)]
 
 
+def test_layers_wait_for_company_until_they_make_a_frame() -> None:
+    handoff = machine(at_least=5 * BLOCK)
+    assert handoff.handle(LayerReady(0, 40)) == []
+    assert drain(handoff, handoff.handle(LayerReady(1, 40))) == [kv(0, 3, 0, 2)]
+    assert drain(handoff, handoff.handle(LayerReady(2, 40))) == [kv(0, 3, 2)]  # the last ones wait for nobody
+
+
+def test_a_frame_that_cannot_grow_waits_for_nothing() -> None:
+    handoff = machine(at_least=100 * BLOCK, frame=4 * BLOCK)
+    assert drain(handoff, handoff.handle(LayerReady(0, 40))) == [kv(0, 3, 0)]
+
+
+def test_what_a_chunk_leaves_over_goes_with_the_next_chunk() -> None:
+    handoff = machine(at_least=4 * BLOCK, end=64)
+    assert handoff.handle(LayerReady(0, 32)) == []
+    assert drain(handoff, handoff.handle(LayerReady(1, 32))) == [kv(0, 2, 0, 2)]
+    assert handoff.handle(LayerReady(2, 32)) == []
+    assert handoff.handle(LayerReady(0, 64)) == []
+    assert drain(handoff, handoff.handle(LayerReady(1, 64))) == [kv(2, 2, 0, 2)]
+    assert drain(handoff, handoff.handle(LayerReady(2, 64))) == [kv(0, 4, 2)]
+
+
 def test_nothing_leaves_beyond_credit() -> None:
     handoff = machine(window=4 * BLOCK, end=64)
     assert drain(handoff, handoff.handle(LayerReady(0, 64))) == [kv(0, 2, 0), kv(2, 2, 0)]
@@ -120,7 +143,7 @@ def test_nothing_leaves_beyond_credit() -> None:
 
 
 def test_a_window_that_takes_no_block_is_refused() -> None:
-    handoff = SenderHandoff(LAYOUT, 0, 40, is_layerwise=True)
+    handoff = SenderHandoff(LAYOUT, 0, 40, min_frame_bytes=0)
     abort, finished = handoff.handle(Accepted(BLOCK, BLOCK))
     assert isinstance(abort, SendAbort)
     assert isinstance(finished, Finished)

@@ -321,3 +321,11 @@ async def test_the_service_can_keep_a_lease_alive(decode: Decode) -> None:
     with pytest.raises(LeaseExpired):
         decode.importer.keep_alive(handle.lease_id)
     assert decode.importer.tick() == [handle.lease_id]
+
+
+async def test_superseding_tells_the_earlier_writer_at_once(decode: Decode) -> None:
+    async with decode.peer() as peer:
+        handle = reserve(decode)
+        await peer.opened(handle)
+        decode.importer.supersede(handle.lease_id)
+        assert type(await peer.rejection()) is StaleEpoch

@@ -35,6 +35,25 @@ def test_worker_flags_reach_both_tiers() -> None:
     assert config.gateway_args == []
 
 
+def test_workers_on_one_gpu_take_equal_shares_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = cluster("--device", "cuda", "--decode", "3", "--weight-format", "int4")
+    for args in (config.prefill_args, config.decode_args):
+        assert list(args) == ["--device", "cuda", "--weight-format", "int4", "--gpu-memory-share", "0.25"]
+    assert "--gpu-memory-share" not in cluster("--device", "cuda", "--prefill", "0").decode_args
+    assert "--gpu-memory-share" not in cluster("--device", "cpu").decode_args
+    given = cluster("--device", "cuda", "--gpu-memory-share", "0.3")
+    assert list(given.decode_args) == ["--device", "cuda", "--gpu-memory-share", "0.3"]
+    own = cluster("--device", "cuda", "--config", write(tmp_path, "decode:\n  gpu_memory_share: 0.7\n"))
+    assert "--gpu-memory-share" not in own.decode_args
+    assert "0.5" in own.prefill_args
+    # Without a device named, only a machine with a driver has something to share.
+    driver = tmp_path / "nvidiactl"
+    monkeypatch.setattr("kvrelay.cli.serve_settings._NVIDIA_DRIVER", driver)
+    assert list(cluster().decode_args) == []
+    driver.touch()
+    assert list(cluster().decode_args) == ["--gpu-memory-share", "0.5"]
+
+
 def test_traces_go_to_the_collector_from_every_role() -> None:
     config = cluster("--otlp-endpoint", "http://127.0.0.1:4317")
     for args in (config.gateway_args, config.prefill_args, config.decode_args):

@@ -5,17 +5,19 @@
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 #include "kernels_api.h"
-#include "step.h"
+#include "sample.h"
+#include "head.h"
 
 enum Error { OK = 0, NO_MEMORY = 1, BAD_ARGUMENT = 2 };
 
 static const int MAX_QUERIES = 24;     // query heads of the rows that are attended together, at least one row
 static const int MAX_SPLIT_ROWS = 16;  // steps of so few rows may spread one sequence's context over threads
-static const int EMBEDDING = -1, LM_HEAD = -2;
+static const int EMBEDDING = -1, LM_HEAD = -2, FUSE = -3;
 
 static Matrix* matrix_at(Model* m, int layer, int slot) {
     if (layer == EMBEDDING) return &m->embedding;
     if (layer == LM_HEAD) return &m->lm_head;
+    if (layer == FUSE) return &m->head->fuse;
     return &m->layers[(size_t)layer].matrices[slot];
 }
 
@@ -27,23 +29,26 @@ EXPORT int64_t kvr_matrix_bytes(int32_t kind, int32_t num_columns, int32_t num_i
 
 EXPORT void kvr_model_free(Model* m) {
     if (!m) return;
-    delete m->team;  // joins the threads that use the rest
+    if (!m->head) delete m->team;  // joins the threads that use the rest
+    for (Model* head : m->heads) kvr_model_free(head);
+    delete m->head;
     for (void* p : m->owned) free(p);
     free(m->workspace);
     m->arena.close();
     delete m;
 }
 
-static bool open_scratch(Model* m, int num_threads) {
+// `widest_row`: most inputs of a product.
+static bool open_scratch(Model* m, int num_threads, int widest_row) {
     const ModelShape& s = m->shape;
     const int group_size = s.num_heads / s.num_kv_heads, queries = m->query_rows * group_size;
     const int64_t unit = std::max({m->padded_dim, HEAD_UNIT_TILES * TILE, 2 * GROUP});
-    const int64_t inputs = std::max(s.hidden_size, s.num_heads * s.head_dim);
+    const int64_t inputs = std::max(widest_row, s.num_heads * s.head_dim);
     for (int i = 0; i < num_threads; i++) {
         ThreadScratch t;
         float* attention = (float*)aligned(attention_scratch_floats(queries, m->padded_dim) * 4);
         t.products = (float*)aligned(PRODUCT_ROWS * unit * 4);
-        t.row = (float*)aligned((int64_t)s.num_heads * s.head_dim * 4);
+        t.row = (float*)aligned(inputs * 4);
         t.local_rows = aligned(rows_bytes(LOCAL_ROWS, (int)inputs));
         t.states = (AttentionState*)aligned(queries * (int64_t)sizeof(AttentionState));
         for (void* p : {(void*)attention, (void*)t.products, (void*)t.row, t.local_rows, (void*)t.states}) {
@@ -65,7 +70,7 @@ EXPORT Model* kvr_model_new(const ModelShape* shape, int32_t num_threads, int64_
         m->padded_dim = round_up(shape->head_dim, 16);
         m->query_rows = std::max(1, MAX_QUERIES / (shape->num_heads / shape->num_kv_heads));
         m->layers.resize((size_t)shape->num_layers);
-        if (m->arena.open(weight_bytes) && open_scratch(m, num_threads)) {
+        if (m->arena.open(weight_bytes) && open_scratch(m, num_threads, shape->hidden_size)) {
             m->team = new Team<Step>(num_threads, run_program);
             return m;
         }
@@ -113,6 +118,7 @@ EXPORT int32_t kvr_add_vector(Model* m, int32_t layer, int32_t slot, const float
     memcpy(copy, values, (size_t)n * 4);
     if (layer >= 0) m->layers[(size_t)layer].vectors[slot] = copy;
     else if (layer == EMBEDDING) m->inverse_frequencies = copy;
+    else if (layer == FUSE) m->head->feature_norm = copy;
     else m->final_norm = copy;
     return OK;
 }
@@ -130,13 +136,18 @@ struct StepArguments {
     uint8_t* cache;
     void (*on_layer)(int32_t layer);
     int64_t* part_ns;
+    float* taps;
+    const int32_t* tap_layers;
     int64_t cache_layer_bytes, cache_block_bytes;
     int32_t cache_type, cache_block_size, cache_num_blocks;
-    int32_t num_rows, num_seqs, max_blocks, num_logit_rows;
+    int32_t num_rows, num_seqs, max_blocks, num_logit_rows, num_taps;
 };
 
 static bool is_inside(const Model* m, const StepArguments& a) {
     const int64_t num_slots = (int64_t)a.cache_num_blocks * a.cache_block_size;
+    if (a.num_taps < 0 || a.num_taps > MAX_TAPS) return false;
+    for (int i = 0; i < a.num_taps; i++)
+        if (a.tap_layers[i] < 0 || a.tap_layers[i] >= m->shape.num_layers) return false;
     if (a.query_start[0] != 0 || a.query_start[a.num_seqs] != a.num_rows) return false;
     for (int i = 0; i < a.num_rows; i++) {
         if (a.token_ids[i] < 0 || a.token_ids[i] >= m->shape.vocab_size) return false;
@@ -188,6 +199,11 @@ static void plan_last_layer(Model* m, const StepArguments& a, Step* step) {
     std::vector<uint8_t> is_wanted((size_t)a.num_rows, 0);
     m->last_rows.clear();
     m->last_items.clear();
+    for (int tap = 0; tap < a.num_taps && m->last_rows.empty(); tap++) {
+        if (a.tap_layers[tap] != m->shape.num_layers - 1) continue;
+        for (int row = 0; row < a.num_rows; row++) m->last_rows.push_back(row);
+        std::fill(is_wanted.begin(), is_wanted.end(), 1);
+    }
     for (int i = 0; i < a.num_logit_rows; i++) {
         const size_t row = (size_t)a.logit_rows[i];
         if (!is_wanted[row]) m->last_rows.push_back((int32_t)row);
@@ -235,12 +251,27 @@ static int64_t place(const Model* m, Step* s, uint8_t* memory) {
     s->attended = quantized(rows, shape.num_heads * shape.head_dim);
     s->activated = quantized(rows, shape.intermediate_size);
     s->final_rows = quantized(s->num_logit_rows, shape.hidden_size);
+    if (m->head) {
+        s->embedded = floats(rows * m->embedding.num_groups * GROUP);
+        s->joined = quantized(rows, 2 * shape.hidden_size);
+        s->tapped = quantized(rows, m->head->fuse.num_inputs);
+    }
     return at;
 }
 
-EXPORT int32_t kvr_step(Model* m, const StepArguments* arguments) {
-    const StepArguments& a = *arguments;
-    if (!is_inside(m, a)) return BAD_ARGUMENT;
+static bool make_room(Model* m, Step* step) {
+    const int64_t bytes = place(m, step, nullptr);
+    if (bytes > m->workspace_bytes) {
+        free(m->workspace);
+        m->workspace = aligned(bytes);
+        m->workspace_bytes = m->workspace ? bytes : 0;
+        if (!m->workspace) return false;
+    }
+    place(m, step, (uint8_t*)m->workspace);
+    return true;
+}
+
+static Step read_arguments(const Model* m, const StepArguments& a) {
     Step step = {};
     step.model = m;
     step.token_ids = a.token_ids;
@@ -251,6 +282,9 @@ EXPORT int32_t kvr_step(Model* m, const StepArguments* arguments) {
     step.logits = a.logits;
     step.on_layer = a.on_layer;
     step.part_ns = a.part_ns;
+    step.taps = a.taps;
+    step.num_taps = a.num_taps;
+    for (int i = 0; i < a.num_taps; i++) step.tap_layers[i] = a.tap_layers[i];
     step.cache = a.cache;
     step.cache_layer_bytes = a.cache_layer_bytes;
     step.cache_block_bytes = a.cache_block_bytes;
@@ -259,20 +293,22 @@ EXPORT int32_t kvr_step(Model* m, const StepArguments* arguments) {
     step.num_rows = a.num_rows;
     step.num_logit_rows = a.num_logit_rows;
     step.max_blocks = a.max_blocks;
+    return step;
+}
+
+EXPORT int32_t kvr_step(Model* m, const StepArguments* arguments) {
+    const StepArguments& a = *arguments;
+    if (!is_inside(m, a)) return BAD_ARGUMENT;
+    Step step = read_arguments(m, a);
     try {
         plan_attention(m, a, &step);
         plan_last_layer(m, a, &step);
     } catch (...) {
         return NO_MEMORY;
     }
-    const int64_t bytes = place(m, &step, nullptr);
-    if (bytes > m->workspace_bytes) {
-        free(m->workspace);
-        m->workspace = aligned(bytes);
-        m->workspace_bytes = m->workspace ? bytes : 0;
-        if (!m->workspace) return NO_MEMORY;
-    }
-    place(m, &step, (uint8_t*)m->workspace);
+    if (!make_room(m, &step)) return NO_MEMORY;
     m->team->run(step);
     return OK;
 }
+
+#include "head_api.h"

@@ -74,6 +74,8 @@ struct AttentionItem {
     int32_t split;  // only this one; -1: all
 };
 
+static const int MAX_TAPS = 8;
+
 // What one step computes: the caller's arrays (see library.py's `StepArguments`) and the workspace of the model.
 struct Step {
     const struct Model* model;
@@ -95,6 +97,16 @@ struct Step {
     const int32_t* last_rows;         // these, each once
     float *hidden, *query, *largest, *total, *sums, *cosines, *sines;
     Rows normed, attended, activated, final_rows;
+    float* taps;  // [num_rows, num_taps, hidden_size]: rows as they leave the layers `tap_layers`
+    int num_taps;
+    int32_t tap_layers[MAX_TAPS];
+    // Of a draft head only, see head.h.
+    const float* const* previous;  // [num_rows] the features of each row's previous position
+    float* features;               // [num_rows, hidden_size], made of the taps; null = the head drafts
+    float* embedded;               // [num_rows, hidden_size]
+    Rows tapped, joined;
+    int32_t* best;  // [num_rows] the best vocabulary id's index, and its share of all e^logit
+    float* share;
 };
 
 struct ThreadScratch {
@@ -103,6 +115,13 @@ struct ThreadScratch {
     void* local_rows;        // quantized rows of a small step, when each thread computes them itself
     AttentionState* states;  // [queries attended together]
     AttentionScratch attention;
+};
+
+// What a draft head has besides a layer, norm and output; see head.h.
+struct HeadParts {
+    Matrix fuse;
+    float* feature_norm = nullptr;
+    int cache_layer;
 };
 
 struct Model {
@@ -115,6 +134,9 @@ struct Model {
     float* final_norm = nullptr;
     float* inverse_frequencies = nullptr;
 
+    HeadParts* head = nullptr;  // of a draft head's model
+    std::vector<Model*> heads;  // of a target: they use its threads and end with it
+
     Team<Step>* team = nullptr;
     std::vector<ThreadScratch> scratch;
     std::vector<void*> owned;
@@ -122,6 +144,7 @@ struct Model {
     int64_t workspace_bytes = 0;
     std::vector<AttentionItem> items, last_items;
     std::vector<int32_t> last_rows;
+    std::vector<const float*> previous;
 
     Layer& layer(int i) const { return const_cast<Layer&>(layers[(size_t)i]); }
 };

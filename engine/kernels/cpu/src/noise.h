@@ -9,17 +9,32 @@
 
 #include "simd.h"
 
-// Eight 32-bit words in 64-bit lanes: compilers make of it the widening multiplication that each CPU has.
+// Eight 32-bit words in 64-bit lanes.
 typedef uint64_t Words __attribute__((vector_size(64)));
+
+// Products of the lanes' low halves. Spelled out because compilers multiply all 64 bits, which takes three times as long.
+static inline Words multiply_low(Words a, uint32_t factor) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(factor));
+#elif defined(__AVX2__)
+    __m256i halves[2];
+    memcpy(halves, &a, 64);
+    for (__m256i& half : halves) half = _mm256_mul_epu32(half, _mm256_set1_epi64x(factor));
+    memcpy(&a, halves, 64);
+    return a;
+#else
+    const Words zero = {};
+    return (a & (zero + 0xFFFFFFFFull)) * (zero + (uint64_t)factor);
+#endif
+}
 
 // First words of Philox4x32-10 (Salmon et al., SC 2011) of eight counters (token id, position, 0, 0).
 static inline Words philox_8(Words token_ids, uint32_t position, uint64_t seed) {
-    const Words zero = {}, low = zero + 0xFFFFFFFFull, multiplier_0 = zero + 0xD2511F53ull,
-                multiplier_2 = zero + 0xCD9E8D57ull;
+    const Words zero = {}, low = zero + 0xFFFFFFFFull;
     Words c0 = token_ids, c1 = zero + position, c2 = zero, c3 = zero;
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
     for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
-        const Words a = (c0 & low) * multiplier_0, b = (c2 & low) * multiplier_2;
+        const Words a = multiply_low(c0, 0xD2511F53u), b = multiply_low(c2, 0xCD9E8D57u);
         c0 = (b >> 32) ^ c1 ^ (uint64_t)k0;
         c1 = b & low;
         c2 = (a >> 32) ^ c3 ^ (uint64_t)k1;
@@ -42,7 +57,8 @@ static inline double gumbel(uint32_t word) { return -log(-log(((double)word + 0.
 // be null: the indices themselves. Weights of -inf never win.
 static inline int noise_candidates(const float* weights, const int64_t* token_ids, int n, uint64_t seed,
                                    uint32_t position, int32_t* out, double* noisy) {
-    const double slack = 1e-6;  // wider than any two libraries' logarithms differ
+    const double slack = 1e-6;    // wider than any two libraries' logarithms differ
+    const float range = 22.9f;    // no noise is larger
     int count = 0;
     double lead = -INFINITY;
     const auto consider = [&](int i, uint32_t word) {
@@ -51,14 +67,33 @@ static inline int noise_candidates(const float* weights, const int64_t* token_id
         lead = x > lead ? x : lead;
         out[count] = i, noisy[count++] = x;
     };
-    for (int first = 0; first < n; first += 16) {
-        const int lanes = n - first < 16 ? n - first : 16;
-        uint32_t ids[16] = {0}, words[16];
+    const auto words_of = [&](int first, int lanes, uint32_t* words) {
+        uint32_t ids[16] = {0};
         for (int i = 0; i < lanes; i++) ids[i] = (uint32_t)(token_ids ? token_ids[first + i] : first + i);
         philox_16(ids, position, seed, words);
+    };
+    // The largest weight's noisy value is a lead to begin with, which leaves most others without a chance.
+    F best = f_set(-INFINITY);
+    for (int first = 0; first + 16 <= n; first += 16) best = f_max(best, f_load(weights + first));
+    float largest = f_fold_max(best);
+    for (int i = n / 16 * 16; i < n; i++) largest = weights[i] > largest ? weights[i] : largest;
+    int favourite = 0;
+    while (favourite < n && weights[favourite] != largest) favourite++;
+    if (favourite < n && largest > -INFINITY) {
+        uint32_t words[16];
+        words_of(favourite, 1, words);
+        lead = (double)largest + gumbel(words[0]);
+    }
+    for (int first = 0; first < n; first += 16) {
+        const int lanes = n - first < 16 ? n - first : 16;
+        F group = load_up_to(weights, first, n);
+        if (lanes < 16) group = f_keep_lanes(group, 0, lanes, -INFINITY);
+        if (f_fold_max(group) + range < (float)lead) continue;
+        uint32_t words[16];
+        words_of(first, lanes, words);
         float rest[16], most[16];  // 1 - u, and how large it may be; a thousandth more than rounding can take away
         for (int i = 0; i < 16; i++) rest[i] = ((float)~words[i] + 0.5f) * 0x1p-32f;
-        const F ahead = load_up_to(weights + first, 0, lanes) - f_set((float)lead);
+        const F ahead = group - f_set((float)lead);
         f_store(most, f_exp(f_zero() - f_max(f_zero(), f_zero() - ahead)) * f_set(1.001f));
         for (int i = 0; i < lanes; i++)
             if (rest[i] <= most[i] && weights[first + i] > -INFINITY) consider(first + i, words[i]);

@@ -6,7 +6,8 @@
 //     norm · lm_head, for the rows whose logits are wanted
 //
 // Each `·` is a phase boundary. Where a step has few rows, the threads norm and quantize them each for itself, which is
-// quicker than waiting for one another. In the last layer only the rows whose logits are wanted go past the KV write.
+// quicker than waiting for one another. In the last layer only the rows whose logits are wanted go past the KV write,
+// unless it is tapped.
 // Nothing that decides a result depends on the number of rows or threads.
 #pragma once
 
@@ -83,16 +84,18 @@ struct Program {
     }
 
     void embed() {
-        const int half = shape.head_dim / 2;
         phase(PART_EMBED, s.num_rows, [&](int row) {
-            float* hidden = s.hidden + (int64_t)row * m.embedding.num_groups * GROUP;
-            dequantize_column(m.embedding, (int)s.token_ids[row], hidden);
-            for (int i = 0; i < half; i++) {
-                const float angle = (float)s.positions[row] * m.inverse_frequencies[i];
-                s.cosines[(int64_t)row * half + i] = (float)cos((double)angle);
-                s.sines[(int64_t)row * half + i] = (float)sin((double)angle);
-            }
+            dequantize_column(m.embedding, (int)s.token_ids[row], hidden_row(row));
+            find_rotation(row);
         });
+    }
+    void find_rotation(int row) {
+        const int half = shape.head_dim / 2;
+        for (int i = 0; i < half; i++) {
+            const float angle = (float)s.positions[row] * m.inverse_frequencies[i];
+            s.cosines[(int64_t)row * half + i] = (float)cos((double)angle);
+            s.sines[(int64_t)row * half + i] = (float)sin((double)angle);
+        }
     }
 
     int step_row(int row) const { return rows ? rows[row] : row; }
@@ -113,13 +116,13 @@ struct Program {
                 shape.head_dim};
     }
 
-    // Unit: one head of q, k or v.
-    void project(const Layer& layer, const LayerCache& cache) {
+    // Unit: one head of q, k or v, from unit `first` on.
+    template <class INPUT>
+    void project(const Layer& layer, const LayerCache& cache, INPUT& in, int first) {
         const int heads = shape.num_heads, kv_heads = shape.num_kv_heads, dim = m.padded_dim;
-        const int units = heads + 2 * kv_heads, parts = divide_up(s.num_rows, ROWS_PER_PART);
-        auto in = input(s.num_rows, shape.hidden_size, s.normed, normed(layer.vectors[INPUT_NORM]));
+        const int units = heads + 2 * kv_heads - first, parts = divide_up(s.num_rows, ROWS_PER_PART);
         phase(PART_QKV, units * parts, [&](int chunk) {
-            const int unit = chunk % units, part = chunk / units;
+            const int unit = first + chunk % units, part = chunk / units;
             const int slot = unit < heads ? SLOT_Q : unit < heads + kv_heads ? SLOT_K : SLOT_V;
             const int head = slot == SLOT_Q ? unit : (unit - heads) % kv_heads;
             const Matrix& w = layer.matrices[slot];
@@ -201,14 +204,23 @@ struct Program {
         quantize_row(own.row, shape.num_heads * shape.head_dim, to, row);
     }
 
-    auto add_to_hidden(int num_columns) {
-        return [this, num_columns](int row, int count, const float* products, int first_tile) {
-            const int first = first_tile * TILE, columns = std::min(UNIT_TILES * TILE, num_columns - first);
+    // Copies what comes out to the layer's tap, unless `tap` is -1.
+    auto add_to_hidden(int tap) {
+        return [this, tap](int row, int count, const float* products, int first_tile) {
+            const int first = first_tile * TILE, columns = std::min(UNIT_TILES * TILE, shape.hidden_size - first);
             for (int r = 0; r < count; r++) {
                 float* hidden = hidden_row(step_row(row + r)) + first;
                 for (int i = 0; i < columns; i++) hidden[i] += products[r * UNIT_TILES * TILE + i];
+                if (tap < 0) continue;
+                float* to = s.taps + ((int64_t)step_row(row + r) * s.num_taps + tap) * shape.hidden_size + first;
+                memcpy(to, hidden, (size_t)columns * sizeof(float));
             }
         };
+    }
+    int tap_of(int layer) const {
+        for (int tap = 0; tap < s.num_taps; tap++)
+            if (s.tap_layers[tap] == layer) return tap;
+        return -1;
     }
 
     // Unit: a group of 32 intermediate columns, quantized at once as the input of `down`.
@@ -240,7 +252,8 @@ struct Program {
         for (int index = 0; index < shape.num_layers; index++) {
             const Layer& layer = m.layer(index);
             const LayerCache cache = layer_cache(index);
-            project(layer, cache);
+            auto in = input(s.num_rows, shape.hidden_size, s.normed, normed(layer.vectors[INPUT_NORM]));
+            project(layer, cache, in, 0);
             if (thread == 0 && s.on_layer) s.on_layer(index);
             if (index + 1 < shape.num_layers) {
                 attention(cache, s.items, s.num_items);
@@ -249,16 +262,22 @@ struct Program {
                 rows = s.last_rows, num_rows = s.num_last_rows;
                 attention(cache, s.last_items, s.num_last_items);
             }
-            auto attended = input(num_rows, shape.num_heads * shape.head_dim, s.attended,
-                                  [this](int row, const Rows& to) { finish_attention(row, to); });
-            product_phase(PART_OUTPUT, layer.matrices[SLOT_O], UNIT_TILES, num_rows, attended,
-                          add_to_hidden(shape.hidden_size));
-            gate_and_up(layer);
-            auto activated = input(0, shape.intermediate_size, s.activated, [](int, const Rows&) {});
-            activated.rows = s.activated;
-            product_phase(PART_DOWN, layer.matrices[SLOT_DOWN], UNIT_TILES, num_rows, activated,
-                          add_to_hidden(shape.hidden_size));
+            output_and_mlp(layer, tap_of(index));
         }
+        if (s.num_logit_rows) logits();
+    }
+
+    void output_and_mlp(const Layer& layer, int tap) {
+        auto attended = input(num_rows, shape.num_heads * shape.head_dim, s.attended,
+                              [this](int row, const Rows& to) { finish_attention(row, to); });
+        product_phase(PART_OUTPUT, layer.matrices[SLOT_O], UNIT_TILES, num_rows, attended, add_to_hidden(-1));
+        gate_and_up(layer);
+        auto activated = input(0, shape.intermediate_size, s.activated, [](int, const Rows&) {});
+        activated.rows = s.activated;
+        product_phase(PART_DOWN, layer.matrices[SLOT_DOWN], UNIT_TILES, num_rows, activated, add_to_hidden(tap));
+    }
+
+    void logits() {
         auto final_rows = input(s.num_logit_rows, shape.hidden_size, s.final_rows, [this](int row, const Rows& to) {
             rms_norm_quantize(hidden_row((int)s.logit_rows[row]), m.final_norm, shape.hidden_size, shape.rms_norm_eps,
                               to, row);
@@ -273,8 +292,3 @@ struct Program {
                       });
     }
 };
-
-static void run_program(Team<Step>& team, const Step& step, uint64_t first_phase, int thread) {
-    ThreadScratch& own = const_cast<Model*>(step.model)->scratch[(size_t)thread];
-    Program{team, step, *step.model, step.model->shape, own, thread, first_phase, step.num_rows}.run();
-}

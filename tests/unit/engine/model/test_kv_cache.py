@@ -11,11 +11,12 @@ from engine.cache.layout import KvLayout
 from engine.config import KvDtype
 from engine.errors import InvalidRequest, LayoutMismatch
 from engine.model.kv_cache import KvCache
-from engine.model.kv_convert import element_dtype, quantize_int8
+from engine.model.kv_convert import element_dtype, quantize
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 12
 FLOAT_DTYPES = (KvDtype.FP32, KvDtype.BF16, KvDtype.FP16)
+NARROW_DTYPES = (KvDtype.INT8, KvDtype.FP8)
 DTYPES = tuple(KvDtype)
 
 
@@ -38,7 +39,8 @@ def random_cache(seed: int = 0, **form: int | KvDtype) -> KvCache:
     if cache.scales is None:
         cache.elements.copy_(torch.randn(cache.elements.shape, generator=generator))
     else:
-        cache.elements.copy_(torch.randint(-127, 128, cache.elements.shape, generator=generator))
+        largest = 127 if cache.layout.dtype is KvDtype.INT8 else 448
+        cache.elements.copy_(torch.randint(-largest, largest + 1, cache.elements.shape, generator=generator))
         cache.scales.copy_(torch.rand(cache.scales.shape, generator=generator))
     return cache
 
@@ -53,7 +55,7 @@ def sequence_kv(cache: KvCache, layer: int, block_ids: Sequence[int]) -> Tensor:
     """K and V of a sequence token by token: [tokens, 2, heads, dim], as values."""
     values = cache.elements[layer, list(block_ids)]
     if cache.scales is not None:
-        values = values * cache.scales[layer, list(block_ids)][..., None]
+        values = values.float() * cache.scales[layer, list(block_ids)][..., None]
     return values.permute(0, 3, 1, 2, 4).flatten(0, 1)
 
 
@@ -128,9 +130,10 @@ def test_an_int8_block_is_its_elements_and_then_their_scales() -> None:
     assert not cache.bytes[1, 5:].any()
 
 
-def test_kernels_without_scales_are_refused_an_int8_cache_by_name() -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        _ = KvCache(layout(dtype=KvDtype.INT8), NUM_BLOCKS, CPU).tensor
+@pytest.mark.parametrize("dtype", NARROW_DTYPES)
+def test_kernels_without_scales_are_refused_an_8_bit_cache_by_name(dtype: KvDtype) -> None:
+    with pytest.raises(InvalidRequest, match=dtype) as caught:
+        _ = KvCache(layout(dtype=dtype), NUM_BLOCKS, CPU).tensor
     assert caught.value.field == "kv_dtype"
 
 
@@ -169,28 +172,32 @@ def test_converted_tokens_arrive_in_place(
     assert torch.equal(target.elements, expected), "every other slot stays as it was"
 
 
+@pytest.mark.parametrize("narrow", NARROW_DTYPES)
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-def test_int8_blocks_are_scaled_back(dtype: KvDtype) -> None:
-    source, target = random_cache(1, dtype=KvDtype.INT8), random_cache(2, block_size=8, dtype=dtype)
+def test_8_bit_blocks_are_scaled_back(dtype: KvDtype, narrow: KvDtype) -> None:
+    source, target = random_cache(1, dtype=narrow), random_cache(2, block_size=8, dtype=dtype)
     payload = memoryview(bytes(read(source, 0, [4, 6])))
     target.write_converted(0, 5, 22, [1, 3, 5, 7], payload, source.layout)
     sent = sequence_kv(source, 0, [4, 6])[5:27]
     assert torch.equal(sequence_kv(target, 0, [1, 3, 5, 7])[5:27], sent.to(element_dtype(dtype)))
 
 
+@pytest.mark.parametrize("narrow", NARROW_DTYPES)
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-def test_tokens_are_quantized_for_an_int8_cache(dtype: KvDtype) -> None:
-    source, target = random_cache(1, block_size=8, dtype=dtype), random_cache(2, dtype=KvDtype.INT8)
+def test_tokens_are_quantized_for_an_8_bit_cache(dtype: KvDtype, narrow: KvDtype) -> None:
+    source, target = random_cache(1, block_size=8, dtype=dtype), random_cache(2, dtype=narrow)
+    # Half a step of int8 is the same for all elements; fp8 keeps 3 bits of each element's own mantissa.
+    largest, share = (127, 0.5 / 127) if narrow is KvDtype.INT8 else (448, 2.0**-4)
     before = target.bytes.clone()
     target.write_converted(1, 9, 20, [2, 0], memoryview(bytes(read(source, 0, [3, 1, 4]))), source.layout)
     sent = sequence_kv(source, 0, [3, 1, 4])[1:21].float()
     found = sequence_kv(target, 1, [2, 0])
     error = (found[9:29] - sent).abs()
-    assert bool((error <= sent.abs().amax(-1, keepdim=True) * (0.5 / 127) + 1e-6).all())
+    assert bool((error <= sent.abs().amax(-1, keepdim=True) * share + 1e-6).all())
     assert bool((error > 0).any())
     assert target.scales is not None
     token_scales = target.scales[1, [2, 0]].permute(0, 3, 1, 2).flatten(0, 1)
-    torch.testing.assert_close(token_scales[9:29], sent.abs().amax(-1) / 127)
+    torch.testing.assert_close(token_scales[9:29], sent.abs().amax(-1) / largest)
     restored = KvCache(target.layout, NUM_BLOCKS, CPU)
     restored.bytes.copy_(before)
     untouched = [*range(9), *range(29, 32)]
@@ -198,8 +205,9 @@ def test_tokens_are_quantized_for_an_int8_cache(dtype: KvDtype) -> None:
     assert torch.equal(target.bytes[0], before[0])
 
 
-def test_int8_tokens_move_between_block_sizes_bit_for_bit() -> None:
-    source, target = random_cache(1, dtype=KvDtype.INT8), random_cache(2, block_size=8, dtype=KvDtype.INT8)
+@pytest.mark.parametrize("dtype", NARROW_DTYPES)
+def test_8_bit_tokens_move_between_block_sizes_bit_for_bit(dtype: KvDtype) -> None:
+    source, target = random_cache(1, dtype=dtype), random_cache(2, block_size=8, dtype=dtype)
     target.write_converted(0, 3, 25, [5, 1, 7, 2], memoryview(bytes(read(source, 1, [8, 0]))), source.layout)
     assert source.scales is not None
     assert target.scales is not None
@@ -212,9 +220,18 @@ def test_int8_tokens_move_between_block_sizes_bit_for_bit() -> None:
 def test_int8_keeps_rows_of_zeros_and_the_largest_element() -> None:
     values = torch.zeros(2, 2, 3, 4)
     values[0, 1, 2] = torch.tensor([-2.54, 0.02, 1.28, 0.0])
-    tokens = quantize_int8(values)
+    tokens = quantize(values, KvDtype.INT8)
     assert tokens.elements[0, 1, 2].tolist() == [-127, 1, 64, 0]
     torch.testing.assert_close(tokens.as_dtype(KvDtype.FP32).elements, values, atol=1e-6, rtol=1e-6)
+
+
+def test_fp8_keeps_rows_of_zeros_and_scales_the_largest_element_to_448() -> None:
+    values = torch.zeros(2, 2, 3, 4)
+    values[0, 1, 2] = torch.tensor([-8.96, 0.02, 5.0, 0.0])
+    tokens = quantize(values, KvDtype.FP8)
+    assert tokens.elements[0, 1, 2].float().tolist() == [-448.0, 1.0, 256.0, 0.0]
+    torch.testing.assert_close(tokens.as_dtype(KvDtype.FP32).elements, values, atol=0, rtol=2.0**-4)
+    assert not tokens.elements[1].float().any()
 
 
 @pytest.mark.parametrize(

@@ -1,73 +1,171 @@
 """Draft lengths follow acceptance and cost."""
 
+from collections.abc import Mapping
+
 import pytest
 
-from engine.spec.pace import EXPLORE_EVERY, DraftPacer, StepCost
-from engine.types import RequestId
+from engine.scheduler.plan import ScheduledChunk, StepPlan
+from engine.sequence import Sequence
+from engine.spec import pace
+from engine.spec.cost import CostShape
+from engine.spec.drafter import NO_PROPOSAL, Evidence, Proposal
+from engine.spec.pace import EXPLORE_EVERY, DraftPacer
+from engine.types import EngineRequest, RequestId, SamplingParams
 
-ONE = [RequestId(1)]
+GOOD, POOR = Evidence("ngram", 8, 0.9), Evidence("ngram", 1, 0.3)
+NATIVE = {1: 1.0, 2: 1.05, 4: 1.3, 8: 1.9, 9: 2.3, 16: 3.6}
+FREE = {1: 1.0, 32: 1.0}
 
 
-def _pacer(costs: dict[int, float], acceptance: float | None = None) -> DraftPacer:
-    pacer = DraftPacer(8)
-    for rows, seconds in costs.items():
-        pacer.cost.observe(rows, seconds)
-    if acceptance is not None:
-        for step in range(200):
-            pacer.observe(RequestId(1), 1, int(step * acceptance % 1 + acceptance >= 1))
-    return pacer
+def _sequence(request_id: int = 1, num_tokens: int = 10) -> Sequence:
+    return Sequence(EngineRequest(RequestId(request_id), (7,) * num_tokens, SamplingParams(), num_tokens))
+
+
+def _proposal(evidence: Evidence, count: int = 16) -> Proposal:
+    return Proposal((5,) * count, (evidence,) * count)
+
+
+def _pacer(costs: Mapping[int, float], max_draft_tokens: int = 16) -> DraftPacer:
+    return DraftPacer(max_draft_tokens, CostShape(costs))
+
+
+def _choose(pacer: DraftPacer, *evidence: Evidence) -> list[int]:
+    sequences = [_sequence(index) for index in range(1, len(evidence) + 1)]
+    return pacer.choose(sequences, [_proposal(each) for each in evidence])
 
 
 def test_free_rows_are_used_up_to_the_limit() -> None:
-    pacer = _pacer({1: 1.0, 9: 1.0}, acceptance=0.9)
-    assert pacer.choose(ONE, [20]) == [8]
+    assert _choose(_pacer(FREE, 8), GOOD) == [8]
 
 
 def test_rows_that_cost_more_than_they_bring_are_not_drafted() -> None:
-    pacer = _pacer({rows: float(rows) for rows in range(1, 10)}, acceptance=0.9)
-    assert pacer.choose(ONE, [8]) == [0]
+    assert _choose(_pacer({1: 1.0, 2: 2.0}), GOOD) == [0]
 
 
-def test_worse_acceptance_gives_shorter_drafts() -> None:
-    costs = {1: 1.0, 2: 1.05, 4: 1.3, 8: 1.7, 9: 1.8}
-    lengths = [_pacer(costs, acceptance).choose(ONE, [8])[0] for acceptance in (0.95, 0.6, 0.0)]
-    assert lengths[0] > lengths[1] > lengths[2] == 0
+def test_worse_chances_give_shorter_drafts() -> None:
+    lengths = [
+        _choose(_pacer(NATIVE), Evidence("ngram", grade, prior))[0]
+        for grade, prior in enumerate((0.98, 0.8, 0.5, 0.02))
+    ]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] >= 7
+    assert lengths[-1] == 0
+
+
+def test_a_costly_row_is_passed_when_those_behind_it_pay() -> None:
+    # Kernels compute rows in tiles: the first row of a tile costs, the others are nearly free.
+    assert _choose(_pacer({1: 1.0, 2: 2.05, 8: 2.1, 9: 9.0}), Evidence("ngram", 32, 0.95)) == [7]
 
 
 def test_nothing_proposed_means_nothing_drafted() -> None:
-    assert _pacer({1: 1.0}).choose([RequestId(1), RequestId(2)], [0, 3])[0] == 0
+    assert _pacer(FREE).choose([_sequence(1), _sequence(2)], [NO_PROPOSAL, _proposal(GOOD)])[0] == 0
+    assert _pacer(FREE).choose([], []) == []
 
 
 def test_rows_go_to_the_sequence_whose_guesses_are_better() -> None:
-    pacer = DraftPacer(8)
-    for rows in range(1, 17):
-        pacer.cost.observe(rows, 1.0 + 0.25 * (rows - 1))
-    for _ in range(50):
+    lengths = _choose(_pacer({1: 1.0, 2: 1.0, 16: 3.0}), POOR, GOOD)
+    assert lengths[1] > 2
+    assert lengths[0] == 0
+
+
+def test_drafting_fades_out_as_the_batch_fills_up() -> None:
+    shape = {1: 1.0, 2: 1.05, 4: 1.3, 8: 1.9, 16: 3.6, 32: 7.5, 64: 15.0}
+    means = [sum(_choose(_pacer(shape), *[POOR] * count)) / count for count in (1, 4, 16)]
+    assert means[0] >= means[1] >= means[2] == 0
+
+
+def test_acceptance_decides_after_the_prior() -> None:
+    pacer = _pacer(NATIVE)
+    before = _choose(pacer, POOR)[0]
+    for _ in range(60):
+        pacer.choose([_sequence()], [_proposal(POOR)])
         pacer.observe(RequestId(1), 4, 4)
-        pacer.observe(RequestId(2), 4, 0)
-    lengths = pacer.choose([RequestId(1), RequestId(2)], [8, 8])
-    assert lengths[0] > 0
-    assert lengths[1] == 0
+    assert _choose(pacer, POOR)[0] > before
 
 
-def test_sequence_that_stopped_drafting_tries_again_now_and_then() -> None:
-    pacer = _pacer({1: 1.0, 2: 1.5, 9: 5.0}, acceptance=0.0)
-    lengths = [pacer.choose(ONE, [8])[0] for _ in range(2 * EXPLORE_EVERY)]
-    assert sum(lengths) == 2
+def test_what_one_sequence_taught_serves_the_next() -> None:
+    pacer = _pacer(NATIVE)
+    for step in range(60):
+        request_id = RequestId(100 + step)
+        pacer.choose([_sequence(request_id)], [_proposal(GOOD)])
+        pacer.observe(request_id, 1, 0)
+        pacer.forget(request_id)
+    assert _choose(pacer, GOOD)[0] <= 1 < _choose(_pacer(NATIVE), GOOD)[0]
 
 
-def test_forgotten_sequence_starts_from_the_prior() -> None:
-    pacer = _pacer({1: 1.0, 9: 1.0}, acceptance=0.0)
+def test_longer_context_makes_rows_dearer() -> None:
+    pacer = DraftPacer(16, CostShape(NATIVE, context_token=0.0005, extra_pair=0.0003))
+    short, long = (pacer.choose([_sequence(num_tokens=count)], [_proposal(GOOD)])[0] for count in (10, 2000))
+    assert long < short
+
+
+def test_best_guess_is_tried_now_and_then_when_none_pays() -> None:
+    pacer = _pacer({1: 1.0, 2: 2.0, 3: 4.0})
+    lengths = [_choose(pacer, POOR, GOOD) for _ in range(2 * EXPLORE_EVERY)]
+    assert [sum(column) for column in zip(*lengths, strict=True)] == [0, 2]
+
+
+def test_forgotten_sequence_leaves_nothing_behind() -> None:
+    pacer = _pacer({1: 1.0, 2: 2.0})
+    _choose(pacer, GOOD)
+    pacer.observe(RequestId(1), 1, 0)
     pacer.forget(RequestId(1))
-    assert pacer.choose(ONE, [8]) == [8]
+    assert not pacer._chosen
+    assert not pacer.acceptance._factors
 
 
-def test_cost_is_interpolated_and_never_falls_with_more_rows() -> None:
-    cost = StepCost()
-    cost.observe(1, 1.0)
-    cost.observe(4, 0.9)
-    cost.observe(8, 2.0)
-    assert cost.seconds(1) == 1.0
-    assert cost.seconds(2) >= 1.0
-    assert cost.seconds(6) == pytest.approx(1.45)
-    assert cost.seconds(16) > 2.0
+def test_drafts_that_the_scheduler_cut_teach_only_what_was_verified() -> None:
+    pacer = _pacer(FREE)
+    other = Evidence("ngram", 3, 0.5)
+    pacer.choose([_sequence()], [Proposal((1, 2), (GOOD, other))])
+    pacer.observe(RequestId(1), 1, 1)
+    assert other not in pacer.acceptance._classes
+    assert pacer.acceptance.chance(RequestId(2), GOOD) > GOOD.prior
+
+
+def test_promise_is_the_expected_number_accepted() -> None:
+    proposal = Proposal((1, 2, 3), (GOOD, GOOD, POOR))
+    assert _pacer(FREE).promise(RequestId(1), proposal) == pytest.approx(0.9 + 0.81 + 0.243)
+
+
+def test_steps_with_prefill_chunks_say_nothing_about_rows() -> None:
+    pacer = _pacer(NATIVE)
+    chunk = ScheduledChunk(_sequence(), 0, 9, samples=True)
+    pacer.observe_step(StepPlan((chunk,)), 5.0)
+    assert not pacer.cost._buckets
+    pacer.observe_step(StepPlan((ScheduledChunk(_sequence(), 9, 1, samples=True),)), 5.0)
+    assert pacer.cost._buckets
+
+
+# --- drafters with a model of their own -------------------------------------------------------------------------------
+
+
+def test_drafting_pass_must_bring_more_than_it_takes() -> None:
+    pacer = _pacer(FREE)
+    sequence = _sequence()
+    pacer.choose([sequence], [NO_PROPOSAL])
+    pacer.observe_pass(0.1)
+    assert pacer.is_worth_a_pass("draft", [(sequence, 1.0)])
+    assert not pacer.is_worth_a_pass("draft", [(sequence, 0.1)])
+    for _ in range(20):
+        pacer.observe_pass(1.0)
+    assert not pacer.is_worth_a_pass("draft", [(sequence, 1.0)])
+
+
+def test_pass_is_weighed_with_the_row_that_its_token_takes() -> None:
+    pacer = _pacer({1: 1.0, 8: 1.1, 9: 3.0})
+    sequence = _sequence()
+    pacer.choose([sequence], [NO_PROPOSAL])
+    assert pacer.is_worth_a_pass("draft", [(sequence, 0.8)], num_drafted=3)
+    assert not pacer.is_worth_a_pass("draft", [(sequence, 0.8)], num_drafted=7)
+
+
+def test_drafter_that_never_pays_is_tried_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "MAX_WAIT", 8 * EXPLORE_EVERY)
+    pacer = _pacer(FREE)
+    sequence = _sequence()
+    pacer.choose([sequence], [NO_PROPOSAL])
+    pacer.observe_pass(2.0)
+    tries = [step for step in range(1, 20 * EXPLORE_EVERY) if pacer.is_worth_a_start("draft", [sequence])]
+    waits = [later - earlier for earlier, later in zip([0, *tries], tries, strict=False)]
+    assert waits == [EXPLORE_EVERY * factor for factor in (1, 2, 4, 8)]

@@ -1,4 +1,4 @@
-"""The metadata reader reads what others write, and refuses every broken file with one clear error."""
+"""The header reader reads what others write, and refuses every broken file with one clear error."""
 
 import contextlib
 import struct
@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import InvalidRequest
-from engine.text.gguf_metadata import read_gguf_metadata
-
-from .gguf_files import gguf_bytes
+from engine.gguf_header import read_gguf_metadata
+from tests.unit.engine.text.gguf_files import gguf_bytes
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +126,9 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
         read_gguf_metadata(tmp_path / "none.gguf")
 
 
-def test_metadata_of_a_real_model_is_read_within_a_second(smollm2_path: Path) -> None:
+def test_metadata_of_a_real_model_is_read_within_a_second(smollm2_gguf: Path) -> None:
     started = time.process_time()
-    values = read_gguf_metadata(smollm2_path)
+    values = read_gguf_metadata(smollm2_gguf)
     assert time.process_time() - started < 1.0
     tokens = values["tokenizer.ggml.tokens"]
     assert isinstance(tokens, list)

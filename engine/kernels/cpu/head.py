@@ -1,0 +1,242 @@
+"""A draft head inside the library: weights beside its target's, and the two calls that compute it.
+
+What the calls mean is in src/head.h; where the weights come from, in `engine/spec/head_native.py`.
+"""
+
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.kernels.cpu.library import (
+    CachePointer,
+    MatrixSlot,
+    NativeHandle,
+    StepArguments,
+    StepPointers,
+    VectorSlot,
+    WeightKind,
+    check_step,
+    checked_rows,
+    matrix_bytes,
+    set_step,
+    vector_bytes,
+)
+
+_LAYER = 0
+_FUSE, _FEATURE_NORM, _OUTPUT_NORM = -3, -3, -2
+"""Layer indices of what lies outside the layer, mirroring src/api.cpp."""
+
+
+class _HeadArguments(ctypes.Structure):
+    """Mirrors `HeadArguments` in src/head_api.h."""
+
+    _fields_ = (
+        ("step", StepArguments),
+        ("carried", ctypes.c_void_p),
+        ("previous", ctypes.c_void_p),
+        ("features", ctypes.c_void_p),
+        ("best", ctypes.c_void_p),
+        ("share", ctypes.c_void_p),
+    )
+
+
+class _RunArguments(ctypes.Structure):
+    """Mirrors `HeadRunArguments` in src/head_api.h."""
+
+    _fields_ = (
+        ("head", _HeadArguments),
+        ("vocab_ids", ctypes.c_void_p),
+        ("stop_ids", ctypes.c_void_p),
+        ("chances", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+        ("shares", ctypes.c_void_p),
+        ("num_stop_ids", ctypes.c_int32),
+        ("max_drafts", ctypes.c_int32),
+        ("least_reach", ctypes.c_float),
+        ("num_drafts", ctypes.c_int32),
+    )
+
+
+class HeadMatrix:
+    """One matrix [stored rows, inputs] fp32 and where it goes."""
+
+    __slots__ = ("layer", "rows", "slot", "values")
+
+    def __init__(
+        self, slot: MatrixSlot | None, values: npt.NDArray[np.float32], rows: npt.NDArray[np.int32] | None = None
+    ) -> None:
+        """Name a matrix of the layer, or with None the one that fuses.
+
+        Args:
+            slot: Which one.
+            values: [stored rows, inputs].
+            rows: Stored row of each column of the product, -1 = zeros; None = as stored.
+        """
+        self.layer, self.slot = (_FUSE, 0) if slot is None else (_LAYER, int(slot))
+        self.values = np.ascontiguousarray(values, np.float32)
+        self.rows = checked_rows(np.arange(len(values), dtype=np.int32) if rows is None else rows, len(values))
+
+
+class NativeHeadHandle:
+    """A head inside the library. It shares its target's threads, and is freed with the target."""
+
+    def __init__(
+        self,
+        target: NativeHandle,
+        num_taps: int,
+        rms_norm_eps: float,
+        matrices: list[HeadMatrix],
+        vectors: dict[VectorSlot, npt.NDArray[np.float32]],
+        feature_norm: npt.NDArray[np.float32],
+        output_norm: npt.NDArray[np.float32],
+        vocab_ids: npt.NDArray[np.int32],
+    ) -> None:
+        """Quantize and pack the weights.
+
+        Args:
+            target: The model whose hidden states the head takes.
+            num_taps: Tapped layers.
+            rms_norm_eps: Of the head's norms.
+            matrices: All of the layer and the one that fuses.
+            vectors: `INPUT_NORM`, the embedding's, and `POST_NORM`, the MLP's.
+            feature_norm: [hidden_size].
+            output_norm: [hidden_size].
+            vocab_ids: Rows of the target's output matrix that the head has, ascending.
+
+        Raises:
+            MemoryError: There is no room for the weights.
+        """
+        library = target.library
+        pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+        for name, result, arguments in (
+            ("kvr_head_new", pointer, (pointer, i32, ctypes.c_float, i64)),
+            ("kvr_lm_head_kind", i32, (pointer,)),
+            ("kvr_head_take_rows", i32, (pointer, pointer, pointer, i32)),
+            ("kvr_head_absorb", i32, (pointer, pointer, ctypes.POINTER(_HeadArguments))),
+            ("kvr_head_draft", i32, (pointer, pointer, ctypes.POINTER(_HeadArguments))),
+            ("kvr_head_run", i32, (pointer, pointer, ctypes.POINTER(_RunArguments))),
+        ):
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+        self._library = library
+        self._target = target
+        hidden_size = self._hidden_size = feature_norm.size
+        kind = WeightKind(library.kvr_lm_head_kind(target.pointer))
+        total = matrix_bytes(library, kind, len(vocab_ids), hidden_size) + 4 * vector_bytes(hidden_size)
+        total += sum(matrix_bytes(library, WeightKind.Q8_0, len(m.rows), m.values.shape[1]) for m in matrices)
+        self._head = library.kvr_head_new(target.pointer, num_taps, rms_norm_eps, total)
+        if not self._head:
+            raise MemoryError(f"{total} bytes for a draft head are not to be had")
+        for matrix in matrices:
+            num_columns, num_inputs = len(matrix.rows), matrix.values.shape[1]
+            self._check(
+                library.kvr_add_matrix(self._head, matrix.layer, matrix.slot, WeightKind.Q8_0, num_columns, num_inputs)
+            )
+            library.kvr_quantize_columns(
+                self._head, matrix.layer, matrix.slot, matrix.rows.ctypes.data, matrix.values.ctypes.data
+            )
+        for slot, values in vectors.items():
+            self._add_vector(_LAYER, slot, values)
+        self._add_vector(_FEATURE_NORM, 0, feature_norm)
+        self._add_vector(_OUTPUT_NORM, 0, output_norm)
+        self._vocab_ids = np.ascontiguousarray(vocab_ids, np.int32)
+        ids = self._vocab_ids.ctypes.data
+        self._check(library.kvr_head_take_rows(self._head, target.pointer, ids, len(vocab_ids)))
+        self._arguments = _HeadArguments()
+        self._run_arguments = _RunArguments(vocab_ids=ids)
+
+    def absorb(self, pointers: StepPointers, cache: CachePointer, carried: int, features: int) -> None:
+        """Fuse the taps of the target's step, which `pointers` describes, and write the head's K and V of its rows.
+
+        Args:
+            pointers: The target's step with `taps`, without logits.
+            cache: The target's cache with a layer more.
+            carried: Address of [num_seqs, hidden_size]: features of the position before each sequence's first row.
+            features: Address of [num_rows, hidden_size], to be filled.
+
+        Raises:
+            ValueError: The target is closed.
+            IndexError: As `NativeHandle.step`.
+            MemoryError: As `NativeHandle.step`.
+        """
+        arguments = self._arguments
+        set_step(arguments.step, pointers, cache)
+        arguments.carried, arguments.features = carried, features
+        error = self._library.kvr_head_absorb(self._head, self._target.pointer, ctypes.byref(arguments))
+        check_step(error, pointers.num_rows)
+
+    def draft(
+        self, pointers: StepPointers, cache: CachePointer, previous: int, features: int, best: int, share: int
+    ) -> None:
+        """Compute rows up to their logits.
+
+        Args:
+            pointers: The rows; all of them want logits, [num_rows, number of vocabulary ids].
+            cache: The target's cache with a layer more.
+            previous: Address of [num_rows, hidden_size]: features of the position before each row.
+            features: Address of [num_rows, hidden_size], to be filled with what leaves the layer.
+            best: Address of [num_rows] int32, to be filled with the index of each row's largest logit.
+            share: Address of [num_rows] fp32, to be filled with its share of the sum of e^logit.
+
+        Raises:
+            ValueError: The target is closed.
+            IndexError: As `NativeHandle.step`.
+            MemoryError: As `NativeHandle.step`.
+        """
+        arguments = self._arguments
+        set_step(arguments.step, pointers, cache)
+        arguments.previous, arguments.features = previous, features
+        arguments.best, arguments.share = best, share
+        error = self._library.kvr_head_draft(self._head, self._target.pointer, ctypes.byref(arguments))
+        check_step(error, pointers.num_rows)
+
+    def run(
+        self,
+        pointers: StepPointers,
+        cache: CachePointer,
+        previous: int,
+        chances: npt.NDArray[np.float32],
+        least_reach: float,
+        stop_ids: npt.NDArray[np.int32],
+        max_drafts: int,
+    ) -> tuple[list[int], list[float]]:
+        """Draft one sequence's likeliest tokens; returns them and their shares of the head's distribution.
+
+        Args:
+            pointers: One row with logits; its arrays are changed. Its block table covers `max_drafts` rows.
+            cache: The target's cache with a layer more.
+            previous: Address of [1, hidden_size], features of the position before the row; changed.
+            chances: [10] that a draft is accepted, by tenths of its share.
+            least_reach: Drafting ends when the chance that all is accepted falls below.
+            stop_ids: Nothing is drafted behind these.
+            max_drafts: At least 1.
+
+        Raises:
+            ValueError: The target is closed.
+            IndexError: As `NativeHandle.step`.
+            MemoryError: As `NativeHandle.step`.
+        """
+        arguments = self._run_arguments
+        hidden = np.empty(self._hidden_size, np.float32)
+        best, share = np.empty(1, np.int32), np.empty(1, np.float32)
+        tokens, shares = np.empty(max_drafts, np.int32), np.empty(max_drafts, np.float32)
+        set_step(arguments.head.step, pointers, cache)
+        arguments.head.previous, arguments.head.features = previous, hidden.ctypes.data
+        arguments.head.best, arguments.head.share = best.ctypes.data, share.ctypes.data
+        arguments.chances, arguments.stop_ids = chances.ctypes.data, stop_ids.ctypes.data
+        arguments.tokens, arguments.shares = tokens.ctypes.data, shares.ctypes.data
+        arguments.num_stop_ids, arguments.max_drafts = len(stop_ids), max_drafts
+        arguments.least_reach = least_reach
+        error = self._library.kvr_head_run(self._head, self._target.pointer, ctypes.byref(arguments))
+        check_step(error, 1)
+        count: int = arguments.num_drafts
+        return tokens[:count].tolist(), shares[:count].tolist()
+
+    def _add_vector(self, layer: int, slot: int, values: npt.NDArray[np.float32]) -> None:
+        values = np.ascontiguousarray(values, np.float32)
+        self._check(self._library.kvr_add_vector(self._head, layer, slot, values.ctypes.data, values.size))
+
+    def _check(self, error: int) -> None:
+        if error:
+            raise MemoryError("more weights than room was asked for")

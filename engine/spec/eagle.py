@@ -1,0 +1,212 @@
+"""EagleDrafter: a draft head on the target's hidden states proposes, all sequences of a step together.
+
+Each pass drafts one token more for every sequence that still takes part; passes stop where the pacer finds that one
+more would not pay. A draft is drawn by the target's own rule, all sampling fields and the position's noise included,
+from the head's distribution over its part of the vocabulary. Nothing is rolled back: what a rejected draft wrote into
+the head's layer is written anew when its position is computed.
+"""
+
+import time
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.model.batch import StepBatch
+from engine.sampling.distribution import TokenHistory, is_plain_greedy, needs_processing, process_logits
+from engine.sampling.rows import Draw, NumpyRows, RowSampler
+from engine.sequence import Sequence
+from engine.spec.drafter import NO_PROPOSAL, Evidence, Proposal, evidence_of_probability
+from engine.spec.head import HeadRows, RunLimits
+from engine.spec.head_follower import HeadFollower
+from engine.spec.head_rows import HeadRowsBatch
+from engine.spec.pace import DraftPacer
+from engine.types import RequestId
+
+SOURCE = "head"
+_NUM_GRADES = 10
+_GRADES = tuple(evidence_of_probability(SOURCE, (grade + 0.5) / _NUM_GRADES) for grade in range(_NUM_GRADES))
+_REACH_EVERY = 8
+"""Runs between two looks at how far drafting pays."""
+_REACH_HALVINGS = 7
+
+
+@dataclass(slots=True)
+class _Line:
+    """One sequence's draft in the making."""
+
+    index: int
+    sequence: Sequence
+    features: Tensor
+    limit: int
+    token_ids: list[int] = field(default_factory=list)
+    evidence: list[Evidence] = field(default_factory=list)
+    reach: float = 1.0
+    """Chance that all of `token_ids` is accepted."""
+
+
+class EagleDrafter:
+    """See the module."""
+
+    name = "eagle"
+
+    def __init__(
+        self,
+        follower: HeadFollower,
+        pacer: DraftPacer,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        rows: RowSampler | None = None,
+    ) -> None:
+        """Draft with a follower's head.
+
+        Args:
+            follower: Of the same engine.
+            pacer: Says when one more token is not worth a pass.
+            vocab_size: The target's.
+            eos_token_ids: The target's.
+            rows: What draws for requests that are not greedy; `NumpyRows` by default.
+        """
+        self._follower = follower
+        self._pacer = pacer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._sampler = rows or NumpyRows()
+        self._vocab_ids = follower.head.vocab_ids
+        self._num_runs = 0
+        self._reach = 0.0
+
+    def propose(self, sequences: SequenceOf[Sequence], max_tokens: SequenceOf[int]) -> list[Proposal]:
+        """See `Drafter.propose`."""
+        proposals = [NO_PROPOSAL] * len(sequences)
+        lines = [
+            line
+            for index, (sequence, limit) in enumerate(zip(sequences, max_tokens, strict=True))
+            if (line := self._line(index, sequence, limit)) is not None
+        ]
+        if lines and self._pacer.is_worth_a_start(SOURCE, [line.sequence for line in lines]):
+            self._draft(lines)
+            for line in lines:
+                if line.token_ids:
+                    proposals[line.index] = Proposal(tuple(line.token_ids), tuple(line.evidence))
+        return proposals
+
+    def forget(self, request_id: RequestId) -> None:
+        """See `Drafter.forget`; the follower is told by the engine."""
+
+    def _line(self, index: int, sequence: Sequence, limit: int) -> _Line | None:
+        """Return the beginning of a draft, or None where the head cannot draft."""
+        if limit < 1 or not self._follower.can_draft(sequence.request_id):
+            return None
+        position = sequence.num_tokens - 1
+        features = self._follower.features_before(sequence.request_id, position)
+        # The first row is the newest token's, whose slot the coming step needs anyway; others need slots behind it.
+        num_slots = len(sequence.block_table) * self._follower.kv_cache.layout.block_size
+        limit = min(limit, num_slots - position)
+        return None if features is None or limit < 1 else _Line(index, sequence, features, limit)
+
+    def _draft(self, lines: list[_Line]) -> None:
+        follower = self._follower
+        rows = HeadRowsBatch(
+            [line.sequence for line in lines], [line.limit for line in lines], follower.kv_cache.layout.block_size
+        )
+        token_ids = [line.sequence.token_ids[-1] for line in lines]
+        previous = torch.stack([line.features for line in lines])
+        if len(lines) == 1 and is_plain_greedy(lines[0].sequence.sampling_params, self._history(lines[0])):
+            self._run(lines[0], rows.batch(token_ids), previous)
+            return
+        while True:
+            started = time.perf_counter()
+            found = follower.head.draft(rows.batch(token_ids), previous, follower.kv_cache)
+            self._add(lines, found)
+            self._pacer.observe_pass(time.perf_counter() - started)
+            going_on = [row for row, line in enumerate(lines) if len(line.token_ids) < line.limit]
+            reached = [(lines[row].sequence, lines[row].reach) for row in going_on]
+            if not going_on or not self._pacer.is_worth_a_pass(SOURCE, reached):
+                return
+            rows.advance(going_on)
+            previous = found.features if len(going_on) == len(lines) else found.features[going_on].contiguous()
+            lines = [lines[row] for row in going_on]
+            token_ids = [line.token_ids[-1] for line in lines]
+
+    def _run(self, line: _Line, batch: StepBatch, previous: Tensor) -> None:
+        """Draft the likeliest tokens of the only sequence, in one call."""
+        sequence, follower = line.sequence, self._follower
+        chances = tuple(self._pacer.acceptance.chance(sequence.request_id, grade) for grade in _GRADES)
+        limits = RunLimits(line.limit, self._least_reach(sequence), chances, self._stop_ids(sequence))
+        started = time.perf_counter()
+        found = follower.head.run(batch, previous, follower.kv_cache, limits)
+        self._pacer.observe_pass((time.perf_counter() - started) / len(found))
+        for token_id, share in found:
+            self._extend(line, token_id, share)
+
+    def _least_reach(self, sequence: Sequence) -> float:
+        """Return the chance that all drafts are accepted below which one more is not worth a pass."""
+        if self._num_runs % _REACH_EVERY == 0:
+            low, high = 0.0, 1.0
+            for _ in range(_REACH_HALVINGS):
+                middle = (low + high) / 2
+                if self._pacer.is_worth_a_pass(SOURCE, [(sequence, middle)]):
+                    high = middle
+                else:
+                    low = middle
+            self._reach = high
+        self._num_runs += 1
+        return self._reach
+
+    def _add(self, lines: SequenceOf[_Line], found: HeadRows) -> None:
+        """Add to each draft the token that its row gives, if it gives one."""
+        draws: list[tuple[_Line, NDArray[np.float32], Draw]] = []
+        best, shares = self._vocab_ids[found.best].tolist(), found.shares.tolist()
+        for line, row, token_id, share in zip(lines, found.logits, best, shares, strict=True):
+            params = line.sequence.sampling_params
+            history = self._history(line)
+            if is_plain_greedy(params, history):
+                self._extend(line, token_id, share)
+                continue
+            full = np.full(self._vocab_size, -np.inf, dtype=np.float32)
+            full[self._vocab_ids] = row
+            if needs_processing(params, history):
+                full = process_logits(full, params, history, self._stop_ids(line.sequence))
+            if params.is_greedy:
+                likeliest = int(full.argmax())
+                weight = full[likeliest]
+                is_allowed = bool(np.isfinite(weight))
+                self._extend(line, likeliest if is_allowed else None, _share(full[self._vocab_ids], weight, 1.0))
+            else:
+                draws.append((line, full, Draw(full, params, len(history.token_ids))))
+        tokens = self._sampler.draw([draw for _, _, draw in draws])
+        for (line, full, draw), token in zip(draws, tokens, strict=True):
+            share = 0.0 if token is None else _share(full[self._vocab_ids], full[token], draw.params.temperature)
+            self._extend(line, token, share)
+
+    def _history(self, line: _Line) -> TokenHistory:
+        sequence = line.sequence
+        tokens = [*sequence.token_ids, *line.token_ids] if line.token_ids else sequence.token_ids
+        return TokenHistory(tokens, sequence.num_prompt_tokens)
+
+    def _extend(self, line: _Line, token_id: int | None, share: float) -> None:
+        if token_id is None:
+            line.limit = 0  # nothing is allowed that the head knows
+            return
+        evidence = evidence_of_probability(SOURCE, share)
+        line.token_ids.append(token_id)
+        line.evidence.append(evidence)
+        line.reach *= self._pacer.acceptance.chance(line.sequence.request_id, evidence)
+        if token_id in self._stop_ids(line.sequence):
+            line.limit = 0  # nothing comes behind it
+
+    def _stop_ids(self, sequence: Sequence) -> frozenset[int]:
+        params = sequence.sampling_params
+        return params.stop_token_ids | (frozenset[int]() if params.ignore_eos else self._eos_token_ids)
+
+
+def _share(row: NDArray[np.float32], weight: np.float32, temperature: float) -> float:
+    """The share of e^(weight / temperature) among those of a row that may hold -inf."""
+    if not np.isfinite(weight):
+        return 0.0
+    # A drawn token may be far below the best one; beyond e^80 its share is nothing.
+    return float(1.0 / np.exp(np.minimum((row - weight) / np.float32(temperature), 80.0)).sum(dtype=np.float64))

@@ -1,0 +1,96 @@
+"""DraftHead: the port between drafting and a head that runs on the target's hidden states.
+
+What a head computes is in `head_format.py`; `head_torch.py` and `head_native.py` run it, `head_loader.py` picks one.
+Its K and V are the layer behind the target's own in the target's KV cache, so blocks, prefix cache, hand-off, rollback
+and preemption need no word about it.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.model.batch import StepBatch
+from engine.model.kv_cache import KvCache
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """What drafting rows gave."""
+
+    logits: NDArray[np.float32]
+    """[num_rows, number of vocabulary ids]."""
+    features: Tensor
+    """[num_rows, hidden_size] fp32: what stands for the features of the rows when drafting goes on."""
+    best: NDArray[np.int32]
+    """[num_rows]: index of each row's largest logit, the first of equal ones."""
+    shares: NDArray[np.float32]
+    """[num_rows]: its share of the sum of e^logit."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunLimits:
+    """When a run of drafts ends."""
+
+    max_drafts: int
+    """At least 1."""
+    least_reach: float
+    """It ends when the chance that all is accepted falls below."""
+    chances: tuple[float, ...]
+    """That a draft is accepted, by equal steps of its share of the head's distribution."""
+    stop_ids: frozenset[int]
+    """Nothing is drafted behind these tokens."""
+
+
+class DraftHead(Protocol):
+    """A head beside its target. Called by the engine thread only."""
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """The target's layers whose outputs it wants."""
+
+    @property
+    def vocab_ids(self) -> NDArray[np.int64]:
+        """[number of vocabulary ids], ascending: the tokens it can propose."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Size of features."""
+
+    def absorb(self, batch: StepBatch, taps: Tensor, carried: Tensor, kv_cache: KvCache) -> Tensor:
+        """Take in a step of the target: make features of its hidden states and write the head's K and V of its rows.
+
+        Called once after each step of the target. Rows of drafts that turn out wrong are written like others, and
+        again when their positions come to be computed anew.
+
+        Args:
+            batch: The target's step.
+            taps: [num_tokens, number of tap layers, hidden_size] fp32, from it.
+            carried: [num_seqs, hidden_size] fp32: features of the position before each sequence's first row; zeros at
+                position 0 and where they are not known.
+            kv_cache: The target's, with one layer more.
+
+        Returns:
+            [num_tokens, hidden_size] fp32: features of the rows.
+        """
+
+    def draft(self, batch: StepBatch, previous: Tensor, kv_cache: KvCache) -> HeadRows:
+        """Compute rows up to their logits, each of which predicts the token behind its row.
+
+        Args:
+            batch: The rows, one for each sequence, whose K and V are written too; all of them want logits.
+            previous: [num_rows, hidden_size] fp32: features of the position before each row.
+            kv_cache: As in `absorb`; the head's K and V of everything before the rows is there.
+        """
+
+    def run(self, batch: StepBatch, previous: Tensor, kv_cache: KvCache, limits: RunLimits) -> list[tuple[int, float]]:
+        """Draft one sequence's likeliest tokens one after the other; returns each with its share of the distribution.
+
+        Args:
+            batch: The first row, as in `draft`; its block table covers `limits.max_drafts` rows. May be changed.
+            previous: [1, hidden_size] fp32, as in `draft`. May be changed.
+            kv_cache: As in `draft`.
+            limits: At least one token is drafted.
+        """

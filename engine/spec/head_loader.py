@@ -1,0 +1,72 @@
+"""Which draft head goes with which model: finding the file, checking that it fits, and the kernels it runs on."""
+
+from importlib.resources import files
+from pathlib import Path
+
+from engine.errors import InvalidRequest
+from engine.model.interface import LanguageModel
+from engine.model.kv_cache import KvCache
+from engine.model.llama import LlamaModel
+from engine.model.native import NativeModel
+from engine.spec.head import DraftHead
+from engine.spec.head_follower import HeadFollower
+from engine.spec.head_format import load_head
+from engine.spec.head_native import NativeDraftHead
+from engine.spec.head_torch import TorchDraftHead
+
+_SHIPPED = "heads"
+_FIELD = "draft_head"
+_NO_TAPS = "this model's kernels hand out no hidden states, which native and torch ones do"
+
+
+def shipped_heads() -> list[Path]:
+    """Return the heads that come with the project."""
+    folder = Path(str(files("engine.spec"))) / _SHIPPED
+    return sorted(folder.glob("*.safetensors"))
+
+
+def has_taps(model: LanguageModel) -> bool:
+    """Whether a model's kernels hand out the hidden states that a head needs."""
+    return isinstance(model, NativeModel | LlamaModel)
+
+
+def load_draft_head(model: LanguageModel, path: str) -> DraftHead:
+    """Load a head beside its target.
+
+    Args:
+        model: The target.
+        path: The head's file; empty = the shipped one that fits the target.
+
+    Raises:
+        InvalidRequest: There is no such head, it does not fit, or the target's kernels hand out no hidden states; names
+            `draft_head`.
+    """
+    if not has_taps(model):
+        raise InvalidRequest(_FIELD, _NO_TAPS)
+    file = load_head(Path(path) if path else _fitting(model), model.config)
+    if isinstance(model, NativeModel):
+        return NativeDraftHead(model, file)
+    if isinstance(model, LlamaModel):
+        return TorchDraftHead(model, file)
+    raise InvalidRequest(_FIELD, _NO_TAPS)
+
+
+def follow(model: LanguageModel, head: DraftHead, kv_cache: KvCache) -> HeadFollower:
+    """Join a head to its target and the target's cache, which has one layer more.
+
+    Raises:
+        InvalidRequest: As `load_draft_head` for the model; as `HeadFollower` for the cache.
+    """
+    if isinstance(model, NativeModel | LlamaModel):
+        return HeadFollower(model, head, kv_cache)
+    raise InvalidRequest(_FIELD, _NO_TAPS)
+
+
+def _fitting(model: LanguageModel) -> Path:
+    for path in shipped_heads():
+        try:
+            load_head(path, model.config)
+        except InvalidRequest:
+            continue
+        return path
+    raise InvalidRequest(_FIELD, "none of those that come with kvrelay fits this model; name a file")

@@ -1,0 +1,233 @@
+"""The draft head as a PyTorch module, unrolled over several draft steps as serving unrolls it.
+
+Rows of all sequences lie side by side, without padding; only attention goes sequence by sequence. In the first step
+every row sees true features. In step s row i stands for the s-th draft of a run that began at row i - s + 1: its
+feature is what step s - 1 gave at row i - 1, and it attends to true rows up to i - s + 1 and to one row of each later
+step.
+The mathematics is that of `engine/spec/head_format.py`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engine.spec import head_format as names
+from engine.spec.head_format import DraftHeadFile, weight_shapes
+from engine.training.target import TargetParts
+
+_INITIAL_STD = 0.02
+_SMALL = 0.1
+"""Factor on the initial weights of what is added to the residual stream, so that training starts near the features."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows of one answer: rows [first, end) predict its tokens."""
+
+    sequence_start: int
+    """First row of the sequence; its position is 0."""
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeadBatch:
+    """Sequences to run the head over."""
+
+    token_ids: Tensor
+    """[num_rows] int64."""
+    taps: Tensor
+    """[num_rows, num_taps * hidden_size] fp32."""
+    sequence_starts: tuple[int, ...]
+    """Row of each sequence's first token."""
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """What one draft step gave."""
+
+    rows: Tensor
+    """[n] int64, the batch rows that it stands for."""
+    hidden: Tensor
+    """[n, hidden_size], normalised: ready to be multiplied with the output rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    key: Tensor  # [n, num_kv_heads, head_dim], rotated
+    value: Tensor  # [n, num_kv_heads, head_dim]
+    offsets: tuple[int, ...]  # where each segment begins
+
+
+class DraftHead(nn.Module):
+    """A trainable head of one target."""
+
+    def __init__(self, target: TargetParts, tap_layers: Sequence[int], vocab_ids: Tensor) -> None:
+        super().__init__()
+        self.target = target
+        self.tap_layers = tuple(tap_layers)
+        self.vocab_ids = vocab_ids
+        """[num_vocab_ids] int64, ascending."""
+        self.output_rows = target.lm_head[vocab_ids].contiguous()
+        """[num_vocab_ids, hidden_size], frozen."""
+        self.weights = nn.ParameterDict()
+        for name, shape in weight_shapes(target.config, len(self.tap_layers)).items():
+            self.weights[_key(name)] = nn.Parameter(torch.ones(shape) if len(shape) == 1 else torch.zeros(shape))
+
+    def initialise(self, generator: torch.Generator, tap_scales: Tensor) -> None:
+        """Set the start of training: features are the last tap as the output rows read it, all else is small noise.
+
+        Args:
+            generator: Source of the noise.
+            tap_scales: [num_taps] root mean square of each tap.
+        """
+        hidden = self.target.config.hidden_size
+        with torch.no_grad():
+            for name in weight_shapes(self.target.config, len(self.tap_layers)):
+                weight = self.weight(name)
+                if weight.dim() > 1:
+                    std = _INITIAL_STD * (_SMALL if name in (names.O_PROJ, names.DOWN_PROJ) else 1.0)
+                    weight.normal_(0.0, std, generator=generator)
+            fuse = self.weight(names.FUSE)
+            fuse.mul_(_SMALL / tap_scales.repeat_interleave(hidden))
+            fuse[:, -hidden:] += torch.diag(self.target.final_norm / tap_scales[-1])
+            self.weight(names.OUTPUT_NORM).fill_(float(self.target.final_norm.square().mean().sqrt()))
+
+    def weight(self, name: str) -> Tensor:
+        """Return a parameter by its name in the file."""
+        weight: Tensor = self.weights[_key(name)]
+        return weight
+
+    def to_file(self, target_fingerprint: str) -> DraftHeadFile:
+        """Return the head as it is stored."""
+        shapes = weight_shapes(self.target.config, len(self.tap_layers))
+        weights = {name: self.weight(name).detach() for name in shapes}
+        return DraftHeadFile(
+            self.tap_layers, self.vocab_ids.int(), weights, self.target.config.rms_norm_eps, target_fingerprint
+        )
+
+    def load(self, file: DraftHeadFile) -> None:
+        """Take over the weights of a file for the same target, taps and vocabulary."""
+        with torch.no_grad():
+            for name, weight in file.weights.items():
+                self.weight(name).copy_(weight)
+
+    def unroll(self, batch: HeadBatch, num_steps: int) -> list[StepRows]:
+        """Draft `num_steps` tokens from every row of the segments, along the batch's own tokens."""
+        config = self.target.config
+        embedded = self._norm(functional.embedding(batch.token_ids, self.target.embedding), names.EMBEDDING_NORM)
+        fused = functional.linear(batch.taps, self.weight(names.FUSE))
+        features = torch.cat([fused.new_zeros(1, config.hidden_size), fused[:-1]])
+        is_start = torch.zeros(len(features), 1, dtype=torch.bool)
+        is_start[list(batch.sequence_starts)] = True
+        features = features.masked_fill(is_start, 0.0)
+        rotation = self._rotation(batch)
+
+        inputs = torch.cat([embedded, self._norm(features, names.FEATURE_NORM)], dim=1)
+        base = self._keys(inputs, rotation, ())
+        steps: list[StepRows] = []
+        drafted: list[_Keys] = []
+        segments = list(batch.segments)
+        rows = _rows(segments)
+        residual = features[rows]
+        inputs = inputs[rows]
+        while True:
+            query = self._heads(inputs, names.Q_PROJ, rotation, rows)
+            attended = self._attend(query, base, drafted, segments, len(steps))
+            behind = residual + functional.linear(attended, self.weight(names.O_PROJ))
+            normed = self._norm(behind, names.MLP_NORM)
+            gated = functional.silu(functional.linear(normed, self.weight(names.GATE_PROJ)))
+            inner = gated * functional.linear(normed, self.weight(names.UP_PROJ))
+            given = behind + functional.linear(inner, self.weight(names.DOWN_PROJ))
+            steps.append(StepRows(rows, self._norm(given, names.OUTPUT_NORM)))
+            if len(steps) == num_steps:
+                return steps
+            # Row i goes on from what row i - 1 gave; the first row of each segment has nothing to go on from.
+            lengths = [segment.end - segment.first for segment in segments]
+            residual = torch.cat([part[:-1] for part in given.split(lengths)])
+            segments = [Segment(each.sequence_start, min(each.first + 1, each.end), each.end) for each in segments]
+            rows = _rows(segments)
+            inputs = torch.cat([embedded[rows], self._norm(residual, names.FEATURE_NORM)], dim=1)
+            offsets = tuple(accumulate((each.end - each.first for each in segments), initial=0))
+            drafted.append(self._keys(inputs, (rotation[0][rows], rotation[1][rows]), offsets))
+
+    def _attend(
+        self, query: Tensor, base: _Keys, drafted: Sequence[_Keys], segments: Sequence[Segment], num_before: int
+    ) -> Tensor:
+        """Attention of one step's rows [n, num_heads, head_dim] -> [n, num_heads * head_dim]."""
+        config = self.target.config
+        groups = config.num_heads // config.num_kv_heads
+        scale = config.head_dim**-0.5
+        results: list[Tensor] = []
+        offset = 0
+        for number, segment in enumerate(segments):
+            count = segment.end - segment.first
+            if count == 0:
+                continue
+            own = query[offset : offset + count].unflatten(1, (config.num_kv_heads, groups)).permute(1, 2, 0, 3) * scale
+            offset += count
+            key = base.key[segment.sequence_start : segment.end - num_before].transpose(0, 1)
+            value = base.value[segment.sequence_start : segment.end - num_before].transpose(0, 1)
+            num_keys = key.shape[1]
+            first_visible = segment.first - num_before - segment.sequence_start
+            hidden_from = torch.ones(count, num_keys, dtype=torch.bool).triu_(first_visible + 1)
+            scores = (own.flatten(1, 2) @ key.mT).unflatten(1, (groups, count)).masked_fill(hidden_from, -torch.inf)
+            # Each step's rows begin one later than those of the step before, so the n-th row here goes on from the
+            # n-th row of each.
+            recent = [_part(keys, number, count) for keys in drafted]
+            extra = [(own * key.transpose(0, 1)[:, None]).sum(-1, keepdim=True) for key, _ in recent]
+            shares = torch.cat([scores, *extra], dim=-1).softmax(-1)
+            attended = (shares[..., :num_keys].flatten(1, 2) @ value).unflatten(1, (groups, count))
+            for index, (_, drafted_value) in enumerate(recent):
+                share = shares[..., num_keys + index : num_keys + index + 1]
+                attended = attended + share * drafted_value.transpose(0, 1)[:, None]
+            results.append(attended.permute(2, 0, 1, 3).reshape(count, -1))
+        return torch.cat(results)
+
+    def _keys(self, inputs: Tensor, rotation: tuple[Tensor, Tensor], offsets: tuple[int, ...]) -> _Keys:
+        config = self.target.config
+        key = functional.linear(inputs, self.weight(names.K_PROJ)).unflatten(1, (config.num_kv_heads, config.head_dim))
+        value = functional.linear(inputs, self.weight(names.V_PROJ))
+        return _Keys(_rotate(key, rotation), value.unflatten(1, (config.num_kv_heads, config.head_dim)), offsets)
+
+    def _heads(self, inputs: Tensor, name: str, rotation: tuple[Tensor, Tensor], rows: Tensor) -> Tensor:
+        config = self.target.config
+        heads = functional.linear(inputs, self.weight(name)).unflatten(1, (config.num_heads, config.head_dim))
+        return _rotate(heads, (rotation[0][rows], rotation[1][rows]))
+
+    def _rotation(self, batch: HeadBatch) -> tuple[Tensor, Tensor]:
+        starts = torch.tensor(batch.sequence_starts)
+        num_rows = len(batch.token_ids)
+        lengths = torch.diff(starts, append=torch.tensor([num_rows]))
+        positions = torch.arange(num_rows) - starts.repeat_interleave(lengths)
+        angles = positions.float()[:, None] * self.target.inverse_frequencies
+        return angles.cos()[:, None], angles.sin()[:, None]
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        weight = self.weight(name)
+        return functional.rms_norm(x, weight.shape, weight, self.target.config.rms_norm_eps)
+
+
+def _key(name: str) -> str:
+    return name.removesuffix(".weight")  # a ParameterDict takes no dots
+
+
+def _rows(segments: Sequence[Segment]) -> Tensor:
+    return torch.cat([torch.arange(segment.first, segment.end) for segment in segments])
+
+
+def _rotate(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = rotation
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def _part(keys: _Keys, number: int, count: int) -> tuple[Tensor, Tensor]:
+    """The first `count` keys and values of a segment."""
+    start = keys.offsets[number]
+    return keys.key[start : start + count], keys.value[start : start + count]

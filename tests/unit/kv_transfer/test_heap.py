@@ -1,0 +1,23 @@
+"""The C heap is told once to keep what is freed, and it is no error where it does not listen."""
+
+import ctypes
+import sys
+
+import pytest
+
+from kv_transfer.heap import keep_freed_memory
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> None:
+    keep_freed_memory.cache_clear()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_glibc_takes_the_setting() -> None:
+    assert keep_freed_memory()
+
+
+def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    assert not keep_freed_memory()
