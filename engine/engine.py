@@ -215,6 +215,10 @@ class Engine:
             found.append(output)
         return found
 
+    def close(self) -> None:
+        """Free what is not freed with the object; the engine is unusable then."""
+        self.kv_cache.close()
+
     def load(self) -> EngineLoad:
         """Return the counts now."""
         scheduler, pool = self.scheduler, self.pool

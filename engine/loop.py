@@ -130,6 +130,8 @@ class EngineLoop:
             self._on_fatal(error)
         else:
             self._fail(None)
+        finally:
+            engine.close()
 
     def _run_once(self, engine: Engine) -> bool:
         """Run the waiting calls and one step; returns False when it is time to stop."""

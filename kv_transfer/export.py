@@ -80,9 +80,7 @@ class Export:
         self._on_failed = on_failed
         first_block = handle.start_token // layout.block_size
         num_bytes = (layout.num_blocks(handle.num_tokens) - first_block) * layout.block_bytes * layout.num_layers
-        min_frame_bytes = 0 if is_layerwise else None
-        if is_layerwise is None:
-            min_frame_bytes = cost.frame_bytes(num_bytes)
+        min_frame_bytes = cost.frame_bytes(num_bytes) if is_layerwise is None else 0 if is_layerwise else None
         self._machine = SenderHandoff(layout, handle.start_token, handle.num_tokens, min_frame_bytes=min_frame_bytes)
         self._block_ids: Sequence[BlockId] = ()
         self._instructions: deque[SenderInstruction] = deque()

@@ -43,7 +43,7 @@ def _receive(ring: _Bytes, target: _Bytes, connection: socket.socket) -> None:
             return  # the sender has died
         for _ in arrived:
             slot = _slot(ring, number)
-            xxhash.xxh3_64_intdigest(slot)
+            xxhash.xxh3_64_intdigest(slot.data)
             np.copyto(_piece(target, number), slot)
             connection.send(b".")
             number += 1
@@ -55,7 +55,7 @@ def _send(source: _Bytes, ring: _Bytes, connection: socket.socket) -> None:
         while number < _NUM_PIECES and number - num_done < NUM_SLOTS:
             slot = _slot(ring, number)
             np.copyto(slot, _piece(source, number))
-            xxhash.xxh3_64_intdigest(slot)
+            xxhash.xxh3_64_intdigest(slot.data)
             connection.send(b".")
             number += 1
         num_done += len(connection.recv(4096))

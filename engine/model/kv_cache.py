@@ -61,6 +61,9 @@ class KvCache:
         # On the CPU numpy copies between the cache and a buffer directly, without the GIL.
         self._host_rows: _Bytes | None = self.bytes.numpy() if device.type == "cpu" else None
 
+    def close(self) -> None:
+        """End what works for the cache beside its caller; nothing does on the CPU."""
+
     @property
     def tensor(self) -> Tensor:
         """`elements` where they are the values themselves; what kernels without scales read and write.

@@ -65,8 +65,8 @@ class NumpyRows:
     def best(self, logits: NDArray[np.float32]) -> list[int | None]:
         """See `RowSampler.best`."""
         best = logits.argmax(axis=1)
-        tokens: list[int | None] = np.where(np.isfinite(logits[np.arange(len(best)), best]), best, None).tolist()
-        return tokens
+        is_usable = np.isfinite(logits[np.arange(len(best)), best])
+        return [token if usable else None for token, usable in zip(best.tolist(), is_usable.tolist(), strict=True)]
 
     def draw(self, draws: Sequence[Draw]) -> list[int | None]:
         """See `RowSampler.draw`."""

@@ -29,9 +29,9 @@ from engine.types import RequestId
 SOURCE = "head"
 _NUM_GRADES = 10
 _GRADES = tuple(evidence_of_probability(SOURCE, (grade + 0.5) / _NUM_GRADES) for grade in range(_NUM_GRADES))
-_REACH_EVERY = 8
-"""Runs between two looks at how far drafting pays."""
-_REACH_HALVINGS = 7
+_REACH_EVERY = 4
+"""Runs between two looks at how far drafting pays, each at one length."""
+_REACH_HALVINGS = 6
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class EagleDrafter:
         self._sampler = rows or NumpyRows()
         self._vocab_ids = follower.head.vocab_ids
         self._num_runs = 0
-        self._reach = 0.0
+        self._reaches: list[float] = []
 
     def propose(self, sequences: SequenceOf[Sequence], max_tokens: SequenceOf[int]) -> list[Proposal]:
         """See `Drafter.propose`."""
@@ -125,7 +125,8 @@ class EagleDrafter:
             self._pacer.observe_pass(time.perf_counter() - started)
             going_on = [row for row, line in enumerate(lines) if len(line.token_ids) < line.limit]
             reached = [(lines[row].sequence, lines[row].reach) for row in going_on]
-            if not going_on or not self._pacer.is_worth_a_pass(SOURCE, reached):
+            num_drafted = sum(len(line.token_ids) for line in lines)
+            if not going_on or not self._pacer.is_worth_a_pass(SOURCE, reached, num_drafted):
                 return
             rows.advance(going_on)
             previous = found.features if len(going_on) == len(lines) else found.features[going_on].contiguous()
@@ -136,26 +137,33 @@ class EagleDrafter:
         """Draft the likeliest tokens of the only sequence, in one call."""
         sequence, follower = line.sequence, self._follower
         chances = tuple(self._pacer.acceptance.chance(sequence.request_id, grade) for grade in _GRADES)
-        limits = RunLimits(line.limit, self._least_reach(sequence), chances, self._stop_ids(sequence))
+        limits = RunLimits(self._least_reach(sequence, line.limit), chances, self._stop_ids(sequence))
         started = time.perf_counter()
         found = follower.head.run(batch, previous, follower.kv_cache, limits)
         self._pacer.observe_pass((time.perf_counter() - started) / len(found))
         for token_id, share in found:
             self._extend(line, token_id, share)
 
-    def _least_reach(self, sequence: Sequence) -> float:
-        """Return the chance that all drafts are accepted below which one more is not worth a pass."""
-        if self._num_runs % _REACH_EVERY == 0:
-            low, high = 0.0, 1.0
-            for _ in range(_REACH_HALVINGS):
-                middle = (low + high) / 2
-                if self._pacer.is_worth_a_pass(SOURCE, [(sequence, middle)]):
-                    high = middle
-                else:
-                    low = middle
-            self._reach = high
+    def _least_reach(self, sequence: Sequence, limit: int) -> tuple[float, ...]:
+        """Return, by tokens drafted, the chance that all are accepted below which one more is not worth a pass."""
+        known = self._reaches
+        while len(known) < limit:
+            known.append(self._find_least_reach(sequence, len(known)))
         self._num_runs += 1
-        return self._reach
+        if self._num_runs % _REACH_EVERY == 0:
+            place = self._num_runs // _REACH_EVERY % limit
+            known[place] = self._find_least_reach(sequence, place)
+        return tuple(known[:limit])
+
+    def _find_least_reach(self, sequence: Sequence, num_drafted: int) -> float:
+        low, high = 0.0, 1.0
+        for _ in range(_REACH_HALVINGS):
+            middle = (low + high) / 2
+            if self._pacer.is_worth_a_pass(SOURCE, [(sequence, middle)], num_drafted):
+                high = middle
+            else:
+                low = middle
+        return high
 
     def _add(self, lines: SequenceOf[_Line], found: HeadRows) -> None:
         """Add to each draft the token that its row gives, if it gives one."""

@@ -34,10 +34,9 @@ class HeadRows:
 class RunLimits:
     """When a run of drafts ends."""
 
-    max_drafts: int
-    """At least 1."""
-    least_reach: float
-    """It ends when the chance that all is accepted falls below."""
+    least_reach: tuple[float, ...]
+    """By tokens drafted so far: no more are drafted when the chance that all is accepted is less. As many entries as
+    tokens may be drafted, at least one."""
     chances: tuple[float, ...]
     """That a draft is accepted, by equal steps of its share of the head's distribution."""
     stop_ids: frozenset[int]
@@ -89,7 +88,7 @@ class DraftHead(Protocol):
         """Draft one sequence's likeliest tokens one after the other; returns each with its share of the distribution.
 
         Args:
-            batch: The first row, as in `draft`; its block table covers `limits.max_drafts` rows. May be changed.
+            batch: The first row, as in `draft`; its block table covers a row for each draft. May be changed.
             previous: [1, hidden_size] fp32, as in `draft`. May be changed.
             kv_cache: As in `draft`.
             limits: At least one token is drafted.

@@ -112,17 +112,14 @@ class NativeDraftHead:
         """See `DraftHead.run`."""
         batch = on_host(batch)
         self._check(previous, (1, self.hidden_size))
-        if limits.max_drafts > batch.block_tables.shape[1] * kv_cache.layout.block_size - int(batch.positions[0]):
-            raise IndexError("the block table does not cover the drafts")
         logits = torch.empty(1, len(self._vocab_ids))
         tokens, shares = self._handle.run(
             step_pointers(batch, logits),
             self._model.cache_pointer(kv_cache, 1),
             previous.data_ptr(),
             np.array(limits.chances, np.float32),
-            limits.least_reach,
+            np.array(limits.least_reach, np.float32),
             np.array(sorted(limits.stop_ids), np.int32),
-            limits.max_drafts,
         )
         return list(zip(tokens, shares, strict=True))
 

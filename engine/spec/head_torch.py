@@ -86,7 +86,8 @@ class TorchDraftHead:
             found.append((token_id, share))
             steps = len(limits.chances)
             reach *= limits.chances[min(int(share * steps), steps - 1)]
-            if len(found) == limits.max_drafts or reach < limits.least_reach or token_id in limits.stop_ids:
+            is_last = len(found) == len(limits.least_reach) or token_id in limits.stop_ids
+            if is_last or reach < limits.least_reach[len(found)]:
                 return found
             batch, previous = _behind(batch, token_id, kv_cache.layout.block_size), rows.features
 

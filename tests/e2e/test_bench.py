@@ -71,7 +71,14 @@ def test_every_rung_of_the_ladder_gives_the_same_answer(tmp_path: Path) -> None:
 def test_transfer_measures_each_transport_beside_its_baseline(tmp_path: Path) -> None:
     flags = ["--tokens", "64", "--rounds", "1", "--repeats", "1"]
     report = run([*BENCH, "transfer", *flags], tmp_path / "r.json")
-    names = {"shm_over_memcpy", "grpc_over_socket", "exposed_over_total_1000_grpc", "layerwise_over_oneshot_60"}
+    names = {
+        "shm_over_memcpy",
+        "shm_over_memcpy_by_layer",
+        "grpc_over_socket",
+        "exposed_over_total_1000_grpc",
+        "second_token_over_limit",
+        "layerwise_over_oneshot_60",
+    }
     assert set(report["ratios"]) - {"ucx_over_socket"} == names
     raw = [row for row in report["rows"] if row["what"].startswith("KV of ")]
     assert {row["what"] for row in raw} == {"KV of smollm2", "KV of llama-3-8b"}

@@ -1,7 +1,7 @@
 """Draft heads: the torch one is the definition, the native one is close to it, and row-exact to the bit."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import gguf
@@ -223,20 +223,22 @@ def test_a_run_is_one_pass_after_the_other(checkpoint: Callable[[str], Path]) ->
 
         def drafts(limits: RunLimits, run: HeadRun = run, line: Line = line, shares: list[float] = shares) -> list[int]:
             batch = build_batch([SequenceRows([9], 30, line.block_table, 1)], BLOCK_SIZE)
+            batch = replace(batch, block_tables=torch.tensor([line.block_table], dtype=torch.int32))
             found = run.head.run(batch, line.features[-1][None].clone(), run.cache, limits)
             assert [share for _, share in found] == pytest.approx(shares[: len(found)], rel=1e-4)
             return [token_id for token_id, _ in found]
 
         chances = tuple((grade + 1) / 10 for grade in range(10))
-        assert drafts(RunLimits(8, 0.0, chances, frozenset())) == expected
-        assert drafts(RunLimits(3, 0.0, chances, frozenset())) == expected[:3]
+        assert drafts(RunLimits((0.0,) * 8, chances, frozenset())) == expected
+        assert drafts(RunLimits((0.0,) * 3, chances, frozenset())) == expected[:3]
         first = expected.index(expected[4]) + 1
-        assert drafts(RunLimits(8, 0.0, chances, frozenset({expected[4]}))) == expected[:first]
+        assert drafts(RunLimits((0.0,) * 8, chances, frozenset({expected[4]}))) == expected[:first]
         reaches = torch.tensor([chances[min(int(share * 10), 9)] for share in shares]).cumprod(0)
         least = float(reaches[3]) * 0.999
-        count = int((reaches >= least).sum()) + 1
-        assert drafts(RunLimits(8, least, chances, frozenset())) == expected[:count]
-        assert drafts(RunLimits(8, 1.1, chances, frozenset())) == expected[:1]
+        count = min(int((reaches >= least).sum()) + 1, 8)
+        assert drafts(RunLimits((least,) * 8, chances, frozenset())) == expected[:count]
+        assert drafts(RunLimits((1.1,) * 8, chances, frozenset())) == expected[:1]
+        assert drafts(RunLimits((0.0, 0.0, 1.1, 0.0), chances, frozenset())) == expected[:2]
 
 
 def test_drafting_leaves_the_targets_layers_alone(checkpoint: Callable[[str], Path]) -> None:

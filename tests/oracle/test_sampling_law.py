@@ -197,6 +197,9 @@ class _ReusedNoise:
         self._rows = rows
         self._position = num_tokens
 
+    def best(self, logits: Logits) -> list[int | None]:
+        return self._rows.best(logits)
+
     def draw(self, draws: Sequence[Any]) -> list[int | None]:
         return self._rows.draw([replace(one, position=self._position) for one in draws])
 

@@ -49,11 +49,11 @@ class _RunArguments(ctypes.Structure):
         ("vocab_ids", ctypes.c_void_p),
         ("stop_ids", ctypes.c_void_p),
         ("chances", ctypes.c_void_p),
+        ("least_reach", ctypes.c_void_p),
         ("tokens", ctypes.c_void_p),
         ("shares", ctypes.c_void_p),
         ("num_stop_ids", ctypes.c_int32),
         ("max_drafts", ctypes.c_int32),
-        ("least_reach", ctypes.c_float),
         ("num_drafts", ctypes.c_int32),
     )
 
@@ -197,27 +197,25 @@ class NativeHeadHandle:
         cache: CachePointer,
         previous: int,
         chances: npt.NDArray[np.float32],
-        least_reach: float,
+        least_reach: npt.NDArray[np.float32],
         stop_ids: npt.NDArray[np.int32],
-        max_drafts: int,
     ) -> tuple[list[int], list[float]]:
         """Draft one sequence's likeliest tokens; returns them and their shares of the head's distribution.
 
         Args:
-            pointers: One row with logits; its arrays are changed. Its block table covers `max_drafts` rows.
+            pointers: One row with logits; its arrays are changed. Its block table covers a row for each draft.
             cache: The target's cache with a layer more.
             previous: Address of [1, hidden_size], features of the position before the row; changed.
             chances: [10] that a draft is accepted, by tenths of its share.
-            least_reach: Drafting ends when the chance that all is accepted falls below.
+            least_reach: [most drafts] by drafts made so far; no more when the chance that all is accepted is less.
             stop_ids: Nothing is drafted behind these.
-            max_drafts: At least 1.
 
         Raises:
             ValueError: The target is closed.
             IndexError: As `NativeHandle.step`.
             MemoryError: As `NativeHandle.step`.
         """
-        arguments = self._run_arguments
+        arguments, max_drafts = self._run_arguments, len(least_reach)
         hidden = np.empty(self._hidden_size, np.float32)
         best, share = np.empty(1, np.int32), np.empty(1, np.float32)
         tokens, shares = np.empty(max_drafts, np.int32), np.empty(max_drafts, np.float32)
@@ -227,7 +225,7 @@ class NativeHeadHandle:
         arguments.chances, arguments.stop_ids = chances.ctypes.data, stop_ids.ctypes.data
         arguments.tokens, arguments.shares = tokens.ctypes.data, shares.ctypes.data
         arguments.num_stop_ids, arguments.max_drafts = len(stop_ids), max_drafts
-        arguments.least_reach = least_reach
+        arguments.least_reach = least_reach.ctypes.data
         error = self._library.kvr_head_run(self._head, self._target.pointer, ctypes.byref(arguments))
         check_step(error, 1)
         count: int = arguments.num_drafts

@@ -52,7 +52,7 @@ def test_no_more_than_the_context_holds() -> None:
 
 
 def test_each_running_sequence_is_left_a_free_block() -> None:
-    first, second = _sequence(1, 6), _sequence(2, 6)
+    first, second = _sequence(1, 6, max_tokens=20), _sequence(2, 6, max_tokens=20)
     scheduler = _scheduler(4, first, second)
     scheduler.look_ahead(8)
     assert (len(first.block_table), len(second.block_table)) == (1, 1)

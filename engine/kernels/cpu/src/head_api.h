@@ -114,10 +114,10 @@ struct HeadRunArguments {
     const int32_t* vocab_ids;  // ascending
     const int32_t* stop_ids;   // nothing is drafted behind these
     const float* chances;      // [NUM_GRADES] that a draft is accepted, by its share
+    const float* least_reach;  // [max_drafts] by drafts made: the run ends when the chance that all is accepted is less
     int32_t* tokens;           // [max_drafts] out
     float* shares;             // [max_drafts] out
     int32_t num_stop_ids, max_drafts;
-    float least_reach;   // the run ends when the chance that all is accepted falls below
     int32_t num_drafts;  // out
 };
 
@@ -128,8 +128,9 @@ EXPORT int32_t kvr_head_run(Model* m, const Model* target, HeadRunArguments* arg
     // The caller's arrays are his to change; the types say const because steps do not.
     int64_t &token = *(int64_t*)step.token_ids, &position = *(int64_t*)step.positions,
             &slot = *(int64_t*)step.slot_mapping;
+    if (position + run.max_drafts > (int64_t)step.max_blocks * step.cache_block_size) return BAD_ARGUMENT;
     float reach = 1.0f;
-    for (run.num_drafts = 0; run.num_drafts < run.max_drafts;) {
+    for (run.num_drafts = 0;;) {
         const int32_t error = run_head(m, target, run.head, false);
         if (error) return error;
         const int32_t drafted = run.vocab_ids[*run.head.best];
@@ -140,11 +141,10 @@ EXPORT int32_t kvr_head_run(Model* m, const Model* target, HeadRunArguments* arg
             if (run.stop_ids[i] == drafted) return OK;
         const int grade = std::min((int)(share * NUM_GRADES), NUM_GRADES - 1);
         reach *= run.chances[std::max(grade, 0)];
-        if (reach < run.least_reach) break;
+        if (run.num_drafts == run.max_drafts || reach < run.least_reach[run.num_drafts]) break;
         token = drafted;
         position++;
         ++*(int32_t*)step.context_lens;
-        if (position / step.cache_block_size >= step.max_blocks) break;
         slot = (int64_t)step.block_tables[position / step.cache_block_size] * step.cache_block_size +
                position % step.cache_block_size;
         memcpy((float*)run.head.previous, run.head.features, (size_t)m->shape.hidden_size * sizeof(float));
