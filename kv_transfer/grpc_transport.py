@@ -43,6 +43,8 @@ DEFAULT_OPTIONS: Final[tuple[tuple[str, int | str], ...]] = (
 DEFAULT_SERVER_OPTIONS: Final[tuple[tuple[str, int | str], ...]] = (
     *DEFAULT_OPTIONS[:-1],
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    # A peer that measures bandwidth pings as it reads: while this side has nothing to send, each would be a strike.
+    ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),
 )
 
