@@ -25,8 +25,8 @@ SERVICE: Final = "kvrelay.v1.KvTransferService"
 METHOD: Final = f"/{SERVICE}/Transfer"
 CHUNK_BYTES: Final = 1 << 20
 """Most payload bytes in one message."""
-IN_FLIGHT_BYTES: Final = 4 << 20
-"""Bytes that may wait on each side, outside gRPC's own buffers; few enough that they are still cached when they go."""
+IN_FLIGHT_BYTES: Final = 8 << 20
+"""Bytes that may wait on each side, outside gRPC's own buffers."""
 CLOSE_TIMEOUT_S: Final = 2.0
 
 ChannelOptions = Sequence[tuple[str, int | str]]

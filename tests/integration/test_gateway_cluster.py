@@ -107,7 +107,7 @@ async def test_worker_that_does_not_fit_is_refused_with_the_reason(model: Model)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await prefill.register(cluster.gateway.address)
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert "num_layers" in (caught.value.details() or "")
+        assert "num_model_layers" in (caught.value.details() or "")
         # Another block size is converted at import.
         prefill.layout = replace(cluster.decodes[0].layout, block_size=32)
         await prefill.register(cluster.gateway.address)

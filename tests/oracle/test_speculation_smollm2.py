@@ -134,7 +134,7 @@ def test_target_as_its_own_drafter_is_accepted_always(tokenizer: Tokenizer) -> N
     assert drafted == accepted > 50
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_two_hundred_questions_get_the_tokens_of_plain_decoding(drafter: str, tokenizer: Tokenizer) -> None:
     _, accepted = check_same_tokens(make_engine(drafter), batches_of(spread(200), tokenizer))

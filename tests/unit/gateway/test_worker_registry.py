@@ -81,7 +81,7 @@ def test_time_in_which_this_process_stood_still_expires_nobody() -> None:
         ({"model_name": "other"}, "other"),
         ({"vocab_size": 89}, "tokenizer"),
         ({"vocab_size": 128}, "vocab_size"),
-        ({"layout": replace(LAYOUT, num_layers=3)}, "num_layers"),
+        ({"layout": replace(LAYOUT, num_layers=3)}, "num_model_layers"),
         ({"layout": replace(LAYOUT, model_fingerprint="x")}, "model_fingerprint"),
         ({"layout": replace(LAYOUT, head_dim=16)}, "head_dim"),
     ],
