@@ -6,6 +6,7 @@ MAKEFLAGS += --no-print-directory
 
 VENV ?= .venv
 BIN := $(VENV)/bin
+PROCESS_FAULTS := tests/faults/test_process_faults.py
 PYTHON_SOURCES := kvrelay gateway prefill_service decode_service worker kv_transfer engine benchmarks tests
 export VENV PYTHON
 
@@ -22,9 +23,9 @@ serve: setup ## a local cluster that stays up; e.g. make serve ARGS="--prefill 2
 	@$(BIN)/kvrelay serve --model smollm2 $(ARGS)
 
 test: lint ## lint, types, import rules, and the whole suite except gpu and soak
-	@$(BIN)/python -m pytest -m "not gpu and not soak" -n auto --dist loadfile --ignore tests/e2e --ignore tests/faults $(ARGS)
+	@$(BIN)/python -m pytest -m "not gpu and not soak" -n auto --dist loadfile --ignore tests/e2e --ignore $(PROCESS_FAULTS) $(ARGS)
 	@# Whole clusters want the cores for themselves: their tests run one after the other.
-	@$(BIN)/python -m pytest -m "not gpu and not soak" tests/e2e tests/faults $(ARGS)
+	@$(BIN)/python -m pytest -m "not gpu and not soak" tests/e2e $(PROCESS_FAULTS) $(ARGS)
 
 test-gpu: setup ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
