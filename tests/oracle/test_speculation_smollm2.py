@@ -117,7 +117,9 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    "drafter", [pytest.param(name, marks=() if name == "auto" else pytest.mark.soak) for name in DRAFTERS]
+)
 def test_sixteen_questions_get_the_tokens_of_plain_decoding(drafter: str, tokenizer: Tokenizer) -> None:
     drafted, accepted = check_same_tokens(
         make_engine(drafter, "--max-draft-tokens", "7"), batches_of(spread(16), tokenizer)
