@@ -1,4 +1,4 @@
-"""Single native kernels on numpy arrays, for sampling, tests and measurements. A model step does not pass here."""
+"""Single native kernels on numpy arrays, for tests and measurements. A model step does not pass here."""
 
 import ctypes
 from dataclasses import dataclass

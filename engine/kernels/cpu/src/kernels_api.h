@@ -52,7 +52,8 @@ EXPORT int32_t kvr_noise_candidates(const float* weights, const int64_t* token_i
                                     uint32_t position, int32_t* out) {
     double* noisy = (double*)malloc((size_t)n * sizeof(double));
     if (!noisy) return -1;
-    const int count = noise_candidates(weights, token_ids, n, seed, position, out, noisy);
+    const int favourite = best_token(weights, n);
+    const int count = noise_candidates(weights, token_ids, n, favourite, seed, position, out, noisy);
     free(noisy);
     return count;
 }

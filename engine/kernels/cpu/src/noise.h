@@ -53,9 +53,39 @@ static inline void philox_16(const uint32_t* token_ids, uint32_t position, uint6
 
 static inline double gumbel(uint32_t word) { return -log(-log(((double)word + 0.5) * 0x1p-32)); }
 
+// Largest of n values; NaN if there is one among them.
+static float largest(const float* values, int n) {
+    F best = f_set(-INFINITY), sum = f_zero();
+    int i = 0;
+    for (; i + 16 <= n; i += 16) {
+        const F x = f_load(values + i);
+        best = f_max(best, x);
+        sum = sum + x * f_zero();  // NaN for NaN and for the infinities
+    }
+    float result = f_fold_max(best);
+    bool is_odd = f_fold_sum(sum) != 0.0f;
+    for (; i < n; i++) result = values[i] > result ? values[i] : result, is_odd |= !isfinite(values[i]);
+    if (is_odd)
+        for (i = 0; i < n; i++)
+            if (isnan(values[i])) return NAN;
+    return result;
+}
+
+// First index of the largest logit; -1 where that is not finite or NaN is among them.
+static int32_t best_token(const float* logits, int n) {
+    const float best = largest(logits, n);
+    if (!isfinite(best)) return -1;
+    int first = 0;
+    for (; first + 16 <= n; first += 16)
+        if (f_fold_max(f_load(logits + first)) == best) break;
+    while (logits[first] != best) first++;
+    return first;
+}
+
 // Indices that may have the largest noisy weight, ascending, the winner's surely; returns their number. `token_ids` may
-// be null: the indices themselves. Weights of -inf never win.
-static inline int noise_candidates(const float* weights, const int64_t* token_ids, int n, uint64_t seed,
+// be null: the indices themselves. Weights of -inf never win. `favourite` is an index of large weight, or -1: its noisy
+// value is a lead to begin with, which leaves most others without a chance.
+static inline int noise_candidates(const float* weights, const int64_t* token_ids, int n, int favourite, uint64_t seed,
                                    uint32_t position, int32_t* out, double* noisy) {
     const double slack = 1e-6;    // wider than any two libraries' logarithms differ
     const float range = 22.9f;    // no noise is larger
@@ -72,17 +102,10 @@ static inline int noise_candidates(const float* weights, const int64_t* token_id
         for (int i = 0; i < lanes; i++) ids[i] = (uint32_t)(token_ids ? token_ids[first + i] : first + i);
         philox_16(ids, position, seed, words);
     };
-    // The largest weight's noisy value is a lead to begin with, which leaves most others without a chance.
-    F best = f_set(-INFINITY);
-    for (int first = 0; first + 16 <= n; first += 16) best = f_max(best, f_load(weights + first));
-    float largest = f_fold_max(best);
-    for (int i = n / 16 * 16; i < n; i++) largest = weights[i] > largest ? weights[i] : largest;
-    int favourite = 0;
-    while (favourite < n && weights[favourite] != largest) favourite++;
-    if (favourite < n && largest > -INFINITY) {
+    if (favourite >= 0) {
         uint32_t words[16];
         words_of(favourite, 1, words);
-        lead = (double)largest + gumbel(words[0]);
+        lead = (double)weights[favourite] + gumbel(words[0]);
     }
     for (int first = 0; first < n; first += 16) {
         const int lanes = n - first < 16 ? n - first : 16;

@@ -138,24 +138,6 @@ static bool keep_nucleus(std::vector<Weighted>* kept, double target, double tota
     return true;
 }
 
-// Largest of n values; NaN if there is one among them.
-static float largest(const float* values, int n) {
-    F best = f_set(-INFINITY), sum = f_zero();
-    int i = 0;
-    for (; i + 16 <= n; i += 16) {
-        const F x = f_load(values + i);
-        best = f_max(best, x);
-        sum = sum + x * f_zero();  // NaN for NaN and for the infinities
-    }
-    float result = f_fold_max(best);
-    bool is_odd = f_fold_sum(sum) != 0.0f;
-    for (; i < n; i++) result = values[i] > result ? values[i] : result, is_odd |= !isfinite(values[i]);
-    if (is_odd)
-        for (i = 0; i < n; i++)
-            if (isnan(values[i])) return NAN;
-    return result;
-}
-
 // The room that a thread needs to sample.
 struct SampleRoom {
     std::vector<float> weights;
@@ -165,11 +147,12 @@ struct SampleRoom {
     std::vector<int64_t> ids;
 };
 
-static int32_t race(const float* weights, const int64_t* ids, int n, const SampleRow& row, SampleRoom* room) {
+static int32_t race(const float* weights, const int64_t* ids, int n, int favourite, const SampleRow& row,
+                    SampleRoom* room) {
     room->finalists.resize((size_t)n);
     room->noisy.resize((size_t)n);
-    const int count =
-        noise_candidates(weights, ids, n, row.seed, row.position, room->finalists.data(), room->noisy.data());
+    const int count = noise_candidates(weights, ids, n, favourite, row.seed, row.position, room->finalists.data(),
+                                       room->noisy.data());
     if (count != 1) return UNDECIDED;
     const int32_t winner = room->finalists[0];
     return ids ? (int32_t)ids[winner] : winner;
@@ -177,20 +160,20 @@ static int32_t race(const float* weights, const int64_t* ids, int n, const Sampl
 
 static int32_t sample_row(const SampleRow& row, SampleRoom* room) {
     const int n = row.vocab_size;
-    const float top = largest(row.logits, n);
-    if (!isfinite(top)) return NOT_FINITE;
+    const int favourite = best_token(row.logits, n);
+    if (favourite < 0) return NOT_FINITE;
     room->weights.resize((size_t)n);
     float* weights = room->weights.data();
     const F temperature = f_set(row.temperature);
     int i = 0;
     for (; i + 16 <= n; i += 16) f_store(weights + i, f_load(row.logits + i) / temperature);
     for (; i < n; i++) weights[i] = row.logits[i] / row.temperature;
-    const float best = top / row.temperature, floor = best + row.min_p_offset;
+    const float best = weights[favourite], floor = best + row.min_p_offset;
     if (!isfinite(best)) return UNDECIDED;
     const bool has_top_k = row.top_k > 0 && row.top_k < n, has_top_p = row.top_p < 1.0;
     if (!has_top_k && !has_top_p) {
         for (i = 0; row.min_p_offset > -INFINITY && i < n; i++) weights[i] = weights[i] >= floor ? weights[i] : -INFINITY;
-        return race(weights, nullptr, n, row, room);
+        return race(weights, nullptr, n, favourite, row, room);
     }
     double total = has_top_k ? 0 : total_mass<float>(weights, n, best);
     collect(weights, n, best, &room->best, [&](const std::vector<Weighted>& tokens) {
@@ -202,7 +185,7 @@ static int32_t sample_row(const SampleRow& row, SampleRoom* room) {
     room->ids.resize(room->best.size());
     for (const Weighted& w : room->best)
         if (w.weight >= floor) weights[count] = w.weight, room->ids[(size_t)count++] = w.token;
-    return race(weights, room->ids.data(), count, row, room);
+    return race(weights, room->ids.data(), count, -1, row, room);
 }
 
 static void logprob_row(LogprobRow* row, SampleRoom* room) {
@@ -219,17 +202,6 @@ static void logprob_row(LogprobRow* row, SampleRoom* room) {
     collect(row->logits, n, best, &room->best, is_enough);
     std::partial_sort(room->best.begin(), room->best.begin() + row->num_top, room->best.end(), is_better);
     for (int k = 0; k < row->num_top; k++) row->top[k] = room->best[(size_t)k].token;
-}
-
-// First index of the largest logit; -1 where that is not finite or NaN is among them.
-static int32_t best_token(const float* logits, int n) {
-    const float best = largest(logits, n);
-    if (!isfinite(best)) return -1;
-    int first = 0;
-    for (; first + 16 <= n; first += 16)
-        if (f_fold_max(f_load(logits + first)) == best) break;
-    while (logits[first] != best) first++;
-    return first;
 }
 
 struct SampleStep {
