@@ -78,9 +78,8 @@ def measure(
     model: NativeModel, rows: int, context: int, kv_dtype: KvDtype, *, is_verify: bool, repeats: int
 ) -> StepTime:
     """Time a step of `rows` rows at a context."""
-    config = model.config
     num_seqs, num_rows = (1, rows) if is_verify or rows > _MAX_DECODE_ROWS else (rows, 1)
-    layout = KvLayout(model.fingerprint, config.num_layers, config.num_kv_heads, config.head_dim, _BLOCK_SIZE, kv_dtype)
+    layout = KvLayout.of_model(model.fingerprint, model.config, _BLOCK_SIZE, kv_dtype)
     blocks_each = layout.num_blocks(context + num_rows)
     cache = KvCache(layout, num_seqs * blocks_each, model.device)
     cache.bytes.fill_(0x3C)  # touches every page; an ordinary number in every dtype

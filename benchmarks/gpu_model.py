@@ -261,9 +261,8 @@ def cuda_model(
 
 def new_cache(bench: Bench, model: LanguageModel, num_blocks: int, dtype: KvDtype | None = None) -> DeviceKvCache:
     """An empty cache for a model."""
-    config = model.config
     kind = dtype or (KvDtype.FP16 if bench.is_rehearsal else KvDtype.BF16)
-    layout = KvLayout(model.fingerprint, config.num_layers, config.num_kv_heads, config.head_dim, _BLOCK, kind)
+    layout = KvLayout.of_model(model.fingerprint, model.config, _BLOCK, kind)
     return DeviceKvCache(layout, num_blocks, bench.device)
 
 

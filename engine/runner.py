@@ -3,14 +3,11 @@
 Next: `engine/model/interface.py` for the model, `engine/spec/sampling.py` for the tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.model.batch import StepBatch
+from engine.model.batch import SequenceRows, build_batch
 from engine.model.interface import LanguageModel
 from engine.model.kv_cache import KvCache
 from engine.sampling.distribution import TokenHistory
@@ -51,7 +48,7 @@ class ModelRunner:
 
     def run(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
         """Compute a step's KV and sample after every chunk that reaches its sequence's end, verifying its drafts."""
-        batch = self._build_batch(plan.chunks)
+        batch = build_batch([_rows(chunk) for chunk in plan.chunks], self._block_size)
         logits: Tensor  # [num_logit_rows, vocab_size] fp32
         if self._follower is None:
             logits = self.model.forward(batch, self.kv_cache, on_layer)
@@ -77,39 +74,13 @@ class ModelRunner:
 
     def _sample_request(self, sequence: EngineSequence) -> SampleRequest:
         params = sequence.sampling_params
-        eos = frozenset[int]() if params.ignore_eos else self.model.config.eos_token_ids
         history = TokenHistory(sequence.token_ids, sequence.num_prompt_tokens)
-        return SampleRequest(params, history, params.stop_token_ids | eos)
+        return SampleRequest(params, history, params.all_stop_ids(self.model.config.eos_token_ids))
 
-    def _build_batch(self, chunks: Sequence[ScheduledChunk]) -> StepBatch:
-        token_ids: list[int] = []
-        positions = np.concatenate([np.arange(chunk.start, chunk.start + chunk.num_rows) for chunk in chunks])
-        logit_rows: list[int] = []
-        slots: list[NDArray[np.int64]] = []
-        query_start = [0]
-        context_lens = [chunk.start + chunk.num_rows for chunk in chunks]
-        max_blocks = -(-max(context_lens) // self._block_size)
-        block_tables = np.zeros((len(chunks), max_blocks), dtype=np.int32)
-        for index, chunk in enumerate(chunks):
-            end = context_lens[index]
-            token_ids.extend(chunk.sequence.token_ids[chunk.start : chunk.end])
-            token_ids.extend(chunk.draft_token_ids)
-            query_start.append(query_start[-1] + chunk.num_rows)
-            num_blocks = -(-end // self._block_size)
-            table = np.asarray(chunk.sequence.block_table[:num_blocks], dtype=np.int64)
-            block_tables[index, :num_blocks] = table
-            rows = np.arange(chunk.start, end)
-            slots.append(table[rows // self._block_size] * self._block_size + rows % self._block_size)
-            if chunk.samples:
-                first = query_start[-1] - 1 - len(chunk.draft_token_ids)
-                logit_rows.extend(range(first, query_start[-1]))
-        # On the host: a model plans from them there, and brings to its device what its kernels read.
-        return StepBatch(
-            token_ids=torch.tensor(token_ids, dtype=torch.int64),
-            positions=torch.as_tensor(positions, dtype=torch.int64),
-            slot_mapping=torch.as_tensor(np.concatenate(slots), dtype=torch.int64),
-            query_start=torch.tensor(query_start, dtype=torch.int32),
-            context_lens=torch.tensor(context_lens, dtype=torch.int32),
-            block_tables=torch.as_tensor(block_tables),
-            logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
-        )
+
+def _rows(chunk: ScheduledChunk) -> SequenceRows:
+    """A chunk's tokens and the drafts behind them; logits are wanted from the last token on, if it is sampled from."""
+    sequence = chunk.sequence
+    token_ids = [*sequence.token_ids[chunk.start : chunk.end], *chunk.draft_token_ids]
+    num_logit_rows = 1 + len(chunk.draft_token_ids) if chunk.samples else 0
+    return SequenceRows(token_ids, chunk.start, sequence.block_table, num_logit_rows)

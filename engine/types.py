@@ -94,6 +94,10 @@ class SamplingParams:
         """Whether the most likely processed token is taken without noise."""
         return self.temperature == 0.0
 
+    def all_stop_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """Return every token that ends the request, given the model's end-of-sequence ids."""
+        return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | eos_token_ids
+
     @property
     def needs_token_counts(self) -> bool:
         """Whether penalties ask for counts over the tokens before a position."""

@@ -1,7 +1,7 @@
 """Builds one worker's engine from its settings, on the engine's own thread."""
 
-import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
@@ -14,14 +14,12 @@ from engine.model.interface import LanguageModel
 from engine.model.kv_cache import KvCache
 from engine.model.loader import load_model
 from engine.model.native import NativeModel
-from engine.sampling.rows import row_sampler
+from engine.sampling.rows import RowSampler, row_sampler
 from engine.spec.head_follower import HeadFollower
 from engine.spec.head_loader import follow
 from engine.spec.sampling import HostSampler, Sampler
 from worker.drafters import load_head, make_speculation
-from worker.settings import DEFAULT_KV_MEMORY_MIB, WorkerSettings
-
-MEBIBYTE = 1024 * 1024
+from worker.settings import DEFAULT_KV_MEMORY_MIB, WorkerSettings, default_kv_dtype
 
 
 def build_engine(
@@ -37,18 +35,40 @@ def build_engine(
     device = _device(settings.device)
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    model, kv_cache, sampler, follower = _build_parts(settings, device, progress)
+    parts = _build_parts(settings, device, progress)
+    kv_cache = parts.kv_cache
     layout = kv_cache.layout
     cache_config = CacheConfig(kv_cache.num_blocks, layout.block_size, layout.dtype, settings.prefix_cache)
     scheduler_config = SchedulerConfig(settings.max_num_seqs, settings.max_num_batched_tokens, settings.max_waiting)
-    speculation = make_speculation(settings, model, kv_cache, follower)
-    return Engine(model, kv_cache, cache_config, scheduler_config, export_listener, speculation, sampler, follower)
+    speculation = make_speculation(settings, parts.model, kv_cache, parts.rows, parts.follower)
+    return Engine(
+        parts.model,
+        kv_cache,
+        cache_config,
+        scheduler_config,
+        export_listener,
+        speculation,
+        parts.sampler,
+        parts.follower,
+    )
 
 
-def _build_parts(
-    settings: WorkerSettings, device: torch.device, progress: Callable[[int, int], None] | None
-) -> tuple[LanguageModel, KvCache, Sampler, HeadFollower | None]:
-    """The model, its KV cache on the same device, what samples from its logits, and the draft head behind it."""
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What an engine computes with."""
+
+    model: LanguageModel
+    kv_cache: KvCache
+    """On the model's device."""
+    sampler: Sampler
+    """What samples from its logits."""
+    rows: RowSampler | None = None
+    """What that draws with; None = it samples on a device."""
+    follower: HeadFollower | None = None
+    """Of the draft head behind the model."""
+
+
+def _build_parts(settings: WorkerSettings, device: torch.device, progress: Callable[[int, int], None] | None) -> _Parts:
     if settings.compute == "triton" or (settings.compute == "auto" and device.type == "cuda"):
         # Loads Triton, which a worker on the CPU neither needs nor may have.
         if find_spec("triton") is None:
@@ -57,7 +77,7 @@ def _build_parts(
 
         device_model, device_cache, device_sampler = build_on_device(settings, device, progress)
         load_head(settings, device_model)  # None, or says why there can be none
-        return device_model, device_cache, device_sampler, None
+        return _Parts(device_model, device_cache, device_sampler)
     model = load_model(
         settings.model,
         device=device,
@@ -69,13 +89,13 @@ def _build_parts(
     layout = kv_layout(model, settings, 0 if head is None else 1)
     num_blocks = settings.num_blocks
     if num_blocks is None:
-        memory_mib = settings.kv_memory_mib or DEFAULT_KV_MEMORY_MIB
-        num_blocks = memory_mib * MEBIBYTE // (layout.block_bytes * layout.num_layers)
+        num_blocks = layout.blocks_within((settings.kv_memory_mib or DEFAULT_KV_MEMORY_MIB) << 20)
         if num_blocks < 1:
             raise InvalidRequest("kv_memory_mib", "does not hold a single KV block of this model")
-    sampler = HostSampler(row_sampler(settings.threads or len(os.sched_getaffinity(0))))
+    rows = row_sampler(settings.threads or None)
     kv_cache = KvCache(layout, num_blocks, device)
-    return model, kv_cache, sampler, None if head is None else follow(model, head, kv_cache)
+    follower = None if head is None else follow(model, head, kv_cache)
+    return _Parts(model, kv_cache, HostSampler(rows), rows, follower)
 
 
 def kv_layout(model: LanguageModel, settings: WorkerSettings, num_draft_layers: int = 0) -> KvLayout:
@@ -84,22 +104,12 @@ def kv_layout(model: LanguageModel, settings: WorkerSettings, num_draft_layers: 
     Raises:
         InvalidRequest: The model's kernels do not have the element type; names `kv_dtype`.
     """
-    # Native attention is bound by reading KV, so half the bytes count; the torch path is the exact one.
-    dtype = settings.kv_dtype or (KvDtype.FP16 if isinstance(model, NativeModel) else KvDtype.FP32)
-    config = model.config
+    dtype = settings.kv_dtype or default_kv_dtype(is_native=isinstance(model, NativeModel))
     if dtype is KvDtype.FP8:
         raise InvalidRequest("kv_dtype", "fp8 needs a GPU")
     if dtype.has_scales and not isinstance(model, NativeModel):
         raise InvalidRequest("kv_dtype", f"{dtype} needs native or triton kernels; this model runs on those of torch")
-    return KvLayout(
-        model_fingerprint=model.fingerprint,
-        num_layers=config.num_layers + num_draft_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=settings.block_size,
-        dtype=dtype,
-        num_draft_layers=num_draft_layers,
-    )
+    return KvLayout.of_model(model.fingerprint, model.config, settings.block_size, dtype, num_draft_layers)
 
 
 def _device(name: str) -> torch.device:

@@ -12,7 +12,7 @@ from engine.cache.layout import KvLayout
 from engine.config import KvDtype
 from engine.errors import InvalidRequest
 from engine.model.cuda import CudaModel, CudaSettings
-from engine.model.cuda_cache import DeviceKvCache, MemoryShare, blocks_within, num_blocks_that_fit
+from engine.model.cuda_cache import DeviceKvCache, MemoryShare, num_blocks_that_fit
 from engine.model.cuda_linear import WeightFormat
 from engine.model.cuda_loader import check_device, load_cuda_model
 from engine.spec.device_sampling import DeviceSampler
@@ -43,9 +43,7 @@ def build_on_device(
     check_device(device, cuda_settings.weight_format, kv_dtype)
     model = load_cuda_model(settings.model, device, cuda_settings, progress)
     config = model.config
-    layout = KvLayout(
-        model.fingerprint, config.num_layers, config.num_kv_heads, config.head_dim, settings.block_size, kv_dtype
-    )
+    layout = KvLayout.of_model(model.fingerprint, config, settings.block_size, kv_dtype)
     kv_cache = DeviceKvCache(layout, _num_blocks(settings, layout, device), device)
     sampler = DeviceSampler()
     try:
@@ -92,7 +90,7 @@ def _num_blocks(settings: WorkerSettings, layout: KvLayout, device: torch.device
         return settings.num_blocks
     if settings.kv_memory_mib is None and device.type == "cuda":
         return num_blocks_that_fit(layout, device, MemoryShare(settings.gpu_memory_share, settings.gpu_memory_margin))
-    num_blocks = blocks_within(layout, (settings.kv_memory_mib or _INTERPRETER_MIB) << 20)
+    num_blocks = layout.blocks_within((settings.kv_memory_mib or _INTERPRETER_MIB) << 20)
     if num_blocks < 1:
         raise InvalidRequest("kv_memory_mib", "does not hold a single KV block of this model")
     return num_blocks

@@ -1,7 +1,5 @@
 """Builds what drafts tokens on a decode worker: drafter, pacer, and the models they need."""
 
-import os
-
 import structlog
 
 from engine.cache.layout import KvLayout
@@ -11,7 +9,7 @@ from engine.model.interface import LanguageModel
 from engine.model.kv_cache import KvCache
 from engine.model.loader import load_model
 from engine.model.source import resolve_model
-from engine.sampling.rows import row_sampler
+from engine.sampling.rows import RowSampler, row_sampler
 from engine.spec.auto import AutoDrafter
 from engine.spec.draft_model import ModelDrafter
 from engine.spec.drafter import Drafter
@@ -27,8 +25,6 @@ from engine.text.tokenizer import load_tokenizer
 from worker.settings import WorkerSettings
 
 _log = structlog.get_logger(__name__)
-
-_MEBIBYTE = 1024 * 1024
 
 
 def load_head(settings: WorkerSettings, model: LanguageModel) -> DraftHead | None:
@@ -51,7 +47,11 @@ def load_head(settings: WorkerSettings, model: LanguageModel) -> DraftHead | Non
 
 
 def make_speculation(
-    settings: WorkerSettings, model: LanguageModel, kv_cache: KvCache, follower: HeadFollower | None = None
+    settings: WorkerSettings,
+    model: LanguageModel,
+    kv_cache: KvCache,
+    rows: RowSampler | None = None,
+    follower: HeadFollower | None = None,
 ) -> Speculation | None:
     """Return what drafts tokens, or None where nothing is to be drafted.
 
@@ -59,6 +59,7 @@ def make_speculation(
         settings: The worker's.
         model: The target.
         kv_cache: Its cache, no block of which is in use yet.
+        rows: What draws for the target, where that is on the host; drafters draw with it too.
         follower: Of the head from `load_head`, where there is one.
 
     Raises:
@@ -73,25 +74,28 @@ def make_speculation(
         case "ngram":
             drafter = NgramDrafter(pacer)
         case "draft":
-            drafter = _model_drafter(settings, model, kv_cache, pacer)
+            drafter = _model_drafter(settings, model, kv_cache, pacer, rows)
         case "eagle" | "auto":
-            drafter = _head_drafter(settings, model, pacer, follower)
+            drafter = _head_drafter(settings, model, pacer, rows, follower)
     return Speculation(drafter, pacer)
 
 
 def _head_drafter(
-    settings: WorkerSettings, model: LanguageModel, pacer: DraftPacer, follower: HeadFollower | None
+    settings: WorkerSettings,
+    model: LanguageModel,
+    pacer: DraftPacer,
+    rows: RowSampler | None,
+    follower: HeadFollower | None,
 ) -> Drafter:
     if follower is None:
         return NgramDrafter(pacer)  # `auto` without a head
     config = model.config
-    rows = row_sampler(settings.threads or len(os.sched_getaffinity(0)))
     head = EagleDrafter(follower, pacer, config.vocab_size, config.eos_token_ids, rows)
     return head if settings.speculation == "eagle" else AutoDrafter(NgramDrafter(pacer), head, SOURCE, pacer)
 
 
 def _model_drafter(
-    settings: WorkerSettings, target: LanguageModel, kv_cache: KvCache, pacer: DraftPacer
+    settings: WorkerSettings, target: LanguageModel, kv_cache: KvCache, pacer: DraftPacer, rows: RowSampler | None
 ) -> ModelDrafter:
     if not settings.draft_model:
         raise InvalidRequest("draft_model", "names no model; speculation with a draft model needs one")
@@ -106,20 +110,13 @@ def _model_drafter(
     except InvalidRequest as error:
         raise InvalidRequest("draft_model", f"{settings.draft_model}: {error.description}") from error
     check_same_tokens(settings.model, target, settings.draft_model, model)
-    config = model.config
-    layout = KvLayout(
-        model_fingerprint=model.fingerprint,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=settings.block_size,
-        # With the target's own type, the target as its own drafter is right each time.
-        dtype=kv_cache.layout.dtype if device.type == "cpu" else KvDtype.FP32,
-    )
-    num_blocks = settings.draft_kv_memory_mib * _MEBIBYTE // (layout.block_bytes * layout.num_layers)
+    # With the target's own type, the target as its own drafter is right each time.
+    dtype = kv_cache.layout.dtype if device.type == "cpu" else KvDtype.FP32
+    layout = KvLayout.of_model(model.fingerprint, model.config, settings.block_size, dtype)
+    num_blocks = layout.blocks_within(settings.draft_kv_memory_mib << 20)
     if num_blocks < 1:
         raise InvalidRequest("draft_kv_memory_mib", "does not hold a single KV block of the draft model")
-    rows = row_sampler(settings.threads or len(os.sched_getaffinity(0)))
+    rows = rows or row_sampler(settings.threads or None)
     return ModelDrafter(model, KvCache(layout, num_blocks, device), pacer, target.config.eos_token_ids, rows)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import xxhash
 
-from engine.config import KvDtype
+from engine.config import KvDtype, ModelConfig
 from engine.errors import LayoutMismatch
 
 
@@ -27,6 +27,25 @@ class KvLayout:
     dtype: KvDtype
     num_draft_layers: int = 0
     """How many of the layers, the last ones, are a draft head's and not the model's."""
+
+    @classmethod
+    def of_model(
+        cls, fingerprint: str, config: ModelConfig, block_size: int, dtype: KvDtype, num_draft_layers: int = 0
+    ) -> "KvLayout":
+        """Return the layout of a model's cache, with room for the layers of a draft head."""
+        return cls(
+            fingerprint,
+            config.num_layers + num_draft_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            block_size,
+            dtype,
+            num_draft_layers,
+        )
+
+    def blocks_within(self, num_bytes: int) -> int:
+        """Return how many blocks of all layers `num_bytes` hold; 0 for less than one."""
+        return max(0, num_bytes // (self.num_layers * self.block_bytes))
 
     @property
     def num_model_layers(self) -> int:

@@ -60,18 +60,13 @@ def num_blocks_that_fit(layout: KvLayout, device: torch.device, memory: MemorySh
     """
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     num_bytes = memory.bytes_for_blocks(free_bytes, total_bytes, torch.cuda.memory_reserved(device))
-    num_blocks = blocks_within(layout, num_bytes)
+    num_blocks = layout.blocks_within(num_bytes)
     if num_blocks < 1:
         raise InvalidRequest(
             "gpu_memory_share",
             f"leaves no room for KV blocks: {free_bytes >> 20} of {total_bytes >> 20} MiB are free on {device}",
         )
     return num_blocks
-
-
-def blocks_within(layout: KvLayout, num_bytes: int) -> int:
-    """Blocks of all layers that `num_bytes` hold; 0 for less than one."""
-    return max(0, num_bytes // (layout.num_layers * layout.block_bytes))
 
 
 class DeviceKvCache(KvCache):

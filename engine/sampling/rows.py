@@ -4,6 +4,7 @@
 answers from compiled kernels on several threads, and asks the definition where rounding could decide.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -124,14 +125,15 @@ class NativeRows:
         ]
 
 
-def row_sampler(num_threads: int) -> RowSampler:
+def row_sampler(num_threads: int | None) -> RowSampler:
     """Return the fastest sampler of rows that this machine has.
 
     Args:
-        num_threads: Threads that share a step's rows, the caller's included.
+        num_threads: Threads that share a step's rows, the caller's included; None = one per core that this process may
+            use.
     """
     try:
-        return NativeRows(NativeSampler(load_library(), num_threads))
+        return NativeRows(NativeSampler(load_library(), num_threads or len(os.sched_getaffinity(0))))
     except KernelsUnavailable as error:
         _log.warning("sampling.kernels_unavailable", reason=str(error), fallback="numpy")
         return NumpyRows()

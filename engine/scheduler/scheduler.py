@@ -371,7 +371,7 @@ class Scheduler:
 
     def _verdict(self, sequence: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
         params = sequence.sampling_params
-        is_stop = token_id in params.stop_token_ids or (token_id in self._eos_token_ids and not params.ignore_eos)
+        is_stop = token_id in params.all_stop_ids(self._eos_token_ids)
         if is_stop and sequence.num_output_tokens > params.min_tokens:
             return FinishReason.STOP, token_id
         if sequence.num_output_tokens >= params.max_tokens or sequence.num_tokens >= self._max_position:

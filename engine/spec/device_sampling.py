@@ -1,11 +1,10 @@
 """`Sampler` on the logits' device: kernels draw, and only token ids and the logprobs asked for come to the host.
 
-All rows of a step are sampled at once, each as if every draft before it had been accepted. The host then keeps the rows
-up to the first draft that differs, which is what `verify.py` computes row by row; so the tokens are the same. Loads
-Triton.
+All rows of a step are sampled at once, each as if every draft before it had been accepted, and `verify.py` keeps those
+up to the first draft that differs. Loads Triton.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from engine.kernels.triton.sampling_rows import SamplingRow, SamplingRows
 from engine.sampling.distribution import TokenHistory
 from engine.sampling.sampler import SampleRequest
 from engine.spec.sampling import NewTokens
-from engine.spec.verify import VerifyItem
+from engine.spec.verify import VerifyItem, accept, histories
 from engine.types import PositionLogprobs, SamplingParams, TokenLogprob
 
 _WORD = 2**32
@@ -39,7 +38,17 @@ class DeviceSampler:
 
     def sample(self, logits: Tensor, items: Sequence[VerifyItem]) -> list[NewTokens]:
         """See `Sampler.sample`. Logits change where a request has a bias, bans or penalties."""
-        rows = [row for item in items for row in _rows(item)]
+        rows = [
+            SamplingRow(
+                item.request.params,
+                # The others share one list, which grows.
+                history.token_ids if history is item.request.history else tuple(history.token_ids),
+                history.num_prompt_tokens,
+                item.request.stop_ids,
+            )
+            for item in items
+            for history in histories(item)
+        ]
         if not rows:
             return []
         logits = _rows_in_order(logits, items)
@@ -48,6 +57,7 @@ class DeviceSampler:
         own = logits.index_select(0, torch.tensor(wanted, device=logits.device)) if wanted else None
         sampled = sample_rows(logits, SamplingRows.build(rows, logits.shape[1], logits.device))
         token_ids, is_valid = torch.stack([sampled.token_ids, sampled.is_valid.long()]).tolist()
+        targets = [token_id if valid else None for token_id, valid in zip(token_ids, is_valid, strict=True)]
         logprobs: Mapping[int, PositionLogprobs] = {}
         if own is not None:
             chosen = [token_ids[index] for index in wanted]
@@ -55,11 +65,9 @@ class DeviceSampler:
             logprobs = dict(zip(wanted, position_logprobs(own, chosen, num_top), strict=True))
         results, start = list[NewTokens](), 0
         for item in items:
-            end = start + _num_kept(item.draft_token_ids, token_ids[start:])
-            if not all(is_valid[start:end]):
-                raise ValueError("no token is allowed at this position")
-            found = tuple(logprobs[index] for index in range(start, end) if index in logprobs)
-            results.append(NewTokens(tuple(token_ids[start:end]), found))
+            new = accept(targets[start:], item.draft_token_ids)
+            found = tuple(logprobs[index] for index in range(start, start + len(new)) if index in logprobs)
+            results.append(NewTokens(new, found))
             start += 1 + len(item.draft_token_ids)
         return results
 
@@ -100,25 +108,9 @@ def _best(logits: Tensor, count: int) -> Tensor:
     return best
 
 
-def _rows(item: VerifyItem) -> Iterator[SamplingRow]:
-    """The rows of a sequence, each behind the drafts before it."""
-    request = item.request
-    history, num_prompt_tokens = request.history.token_ids, request.history.num_prompt_tokens
-    yield SamplingRow(request.params, history, num_prompt_tokens, request.stop_ids)
-    for count in range(1, len(item.draft_token_ids) + 1):
-        extended = [*history, *item.draft_token_ids[:count]]
-        yield SamplingRow(request.params, extended, num_prompt_tokens, request.stop_ids)
-
-
 def _rows_in_order(logits: Tensor, items: Sequence[VerifyItem]) -> Tensor:
     """The rows of the items, back to back; without a copy where they are so already."""
     places = [item.first_row + offset for item in items for offset in range(1 + len(item.draft_token_ids))]
     if places == list(range(logits.shape[0])):
         return logits.contiguous()
     return logits.index_select(0, torch.tensor(places, device=logits.device))
-
-
-def _num_kept(draft_token_ids: Sequence[int], token_ids: Sequence[int]) -> int:
-    """Tokens up to the first that differs from its draft, that one included; one more than the drafts if none does."""
-    pairs = zip(draft_token_ids, token_ids, strict=False)
-    return next((index + 1 for index, (draft, token) in enumerate(pairs) if draft != token), len(draft_token_ids) + 1)

@@ -18,17 +18,17 @@ import torch
 from numpy.typing import NDArray
 
 from engine.cache.block_pool import BlockPool
+from engine.model.batch import SequenceRows, build_batch
 from engine.model.interface import LanguageModel
 from engine.model.kv_cache import KvCache
-from engine.sampling.distribution import TokenHistory
 from engine.sampling.rows import LogprobQuery, NumpyRows, RowSampler
 from engine.sampling.sampler import SampleRequest
 from engine.sequence import Sequence
 from engine.spec.cost import StepLoad
-from engine.spec.drafter import NO_PROPOSAL, Evidence, Proposal, evidence_of_probability
+from engine.spec.draft import Draft
+from engine.spec.drafter import NO_PROPOSAL, Proposal, evidence_of_probability
 from engine.spec.pace import DraftPacer
-from engine.spec.rows import SequenceRows, build_batch
-from engine.spec.verify import VerifyItem, verify
+from engine.spec.verify import VerifyItem, target_tokens
 from engine.types import BlockId, RequestId
 
 MIN_CATCH_UP_TOKENS, MAX_CATCH_UP_TOKENS = 16, 128
@@ -49,18 +49,9 @@ class _State:
     """So many of them are known to be the sequence's own."""
 
 
-@dataclass(slots=True)
-class _Draft:
-    """One sequence's draft in the making."""
-
-    index: int
-    sequence: Sequence
+@dataclass(slots=True, kw_only=True)
+class _Draft(Draft):
     state: _State
-    limit: int
-    token_ids: list[int] = field(default_factory=list)
-    evidence: list[Evidence] = field(default_factory=list)
-    reach: float = 1.0
-    """Chance that all of `token_ids` is accepted."""
 
 
 class ModelDrafter:
@@ -123,7 +114,7 @@ class ModelDrafter:
             active = self._next_pass(active)
         for draft in drafts:
             if draft.token_ids:
-                proposals[draft.index] = Proposal(tuple(draft.token_ids), tuple(draft.evidence))
+                proposals[draft.index] = draft.proposal()
         return proposals
 
     def forget(self, request_id: RequestId) -> None:
@@ -194,7 +185,8 @@ class ModelDrafter:
 
     def _draw(self, drafts: SequenceOf[_Draft], rows: NDArray[np.float32]) -> None:
         """Add to each draft the token that the target would draw from its row."""
-        drawn = self._drawn([self._request(draft) for draft in drafts], rows)
+        items = [VerifyItem(row, (), self._request(draft)) for row, draft in enumerate(drafts)]
+        drawn = target_tokens(rows, items, self._rows)
         queries = [
             LogprobQuery(row, token_id, 0) for row, token_id in zip(rows, drawn, strict=True) if token_id is not None
         ]
@@ -204,29 +196,11 @@ class ModelDrafter:
                 draft.limit = 0  # nothing may follow these drafts; whether they come true is the verifier's matter
                 continue
             evidence = evidence_of_probability(_SOURCE, math.exp(next(logprobs).sampled.logprob))
-            draft.token_ids.append(token_id)
-            draft.evidence.append(evidence)
-            draft.reach *= self._pacer.acceptance.chance(draft.sequence.request_id, evidence)
+            draft.add(token_id, evidence, self._pacer.acceptance)
 
     def _request(self, draft: _Draft) -> SampleRequest:
         params = draft.sequence.sampling_params
-        history = TokenHistory([*draft.sequence.token_ids, *draft.token_ids], draft.sequence.num_prompt_tokens)
-        eos_token_ids = frozenset[int]() if params.ignore_eos else self._eos_token_ids
-        return SampleRequest(params, history, params.stop_token_ids | eos_token_ids)
-
-    def _drawn(self, requests: SequenceOf[SampleRequest], rows: NDArray[np.float32]) -> list[int | None]:
-        """Return the verifier's token of each row; None where none is allowed."""
-        items = [VerifyItem(row, (), request) for row, request in enumerate(requests)]
-        try:
-            return [token_ids[0] for token_ids in verify(rows, items, self._rows)]
-        except ValueError:
-            if len(items) == 1:
-                return [None]
-            halves = len(items) // 2
-            return [
-                *self._drawn(requests[:halves], rows[:halves]),
-                *self._drawn(requests[halves:], rows[halves:]),
-            ]
+        return SampleRequest(params, draft.history(), params.all_stop_ids(self._eos_token_ids))
 
     # --- blocks ---------------------------------------------------------------------------------------------------
 
@@ -245,7 +219,7 @@ class ModelDrafter:
             agreed += 1
         del computed[agreed:]
         state.num_agreed = agreed
-        return _Draft(index, sequence, state, limit)
+        return _Draft(index, sequence, limit, state=state)
 
     def _grow(self, state: _State, num_tokens: int, drafts: SequenceOf[_Draft]) -> bool:
         """Give a state blocks up to `num_tokens`, taking those of sequences that have not been drafted for longest."""

@@ -50,6 +50,11 @@ def evidence_of_probability(source: str, probability: float) -> Evidence:
     return _graded(source, min(int(probability * _NUM_GRADES), _NUM_GRADES - 1))
 
 
+def evidence_by_grade(source: str) -> tuple[Evidence, ...]:
+    """Return the classes of `evidence_of_probability`, by equal steps of the probability."""
+    return tuple(_graded(source, grade) for grade in range(_NUM_GRADES))
+
+
 class Drafter(Protocol):
     """Proposes the next tokens of running sequences. Lives on the engine's thread."""
 

@@ -8,7 +8,7 @@ the head's layer is written anew when its position is computed.
 
 import time
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.model.batch import StepBatch
-from engine.sampling.distribution import TokenHistory, is_plain_greedy, needs_processing, process_logits
+from engine.sampling.distribution import is_plain_greedy, needs_processing, process_logits
 from engine.sampling.rows import Draw, NumpyRows, RowSampler
 from engine.sequence import Sequence
-from engine.spec.drafter import NO_PROPOSAL, Evidence, Proposal, evidence_of_probability
+from engine.spec.draft import Draft
+from engine.spec.drafter import NO_PROPOSAL, Proposal, evidence_by_grade, evidence_of_probability
 from engine.spec.head import HeadRows, RunLimits
 from engine.spec.head_follower import HeadFollower
 from engine.spec.head_rows import HeadRowsBatch
@@ -27,25 +28,16 @@ from engine.spec.pace import DraftPacer
 from engine.types import RequestId
 
 SOURCE = "head"
-_NUM_GRADES = 10
-_GRADES = tuple(evidence_of_probability(SOURCE, (grade + 0.5) / _NUM_GRADES) for grade in range(_NUM_GRADES))
+_GRADES = evidence_by_grade(SOURCE)
 _REACH_EVERY = 4
 """Runs between two looks at how far drafting pays, each at one length."""
 _REACH_HALVINGS = 6
 
 
-@dataclass(slots=True)
-class _Line:
-    """One sequence's draft in the making."""
-
-    index: int
-    sequence: Sequence
+@dataclass(slots=True, kw_only=True)
+class _Line(Draft):
     features: Tensor
-    limit: int
-    token_ids: list[int] = field(default_factory=list)
-    evidence: list[Evidence] = field(default_factory=list)
-    reach: float = 1.0
-    """Chance that all of `token_ids` is accepted."""
+    """[hidden_size] fp32, of the position before the newest token."""
 
 
 class EagleDrafter:
@@ -91,7 +83,7 @@ class EagleDrafter:
             self._draft(lines)
             for line in lines:
                 if line.token_ids:
-                    proposals[line.index] = Proposal(tuple(line.token_ids), tuple(line.evidence))
+                    proposals[line.index] = line.proposal()
         return proposals
 
     def forget(self, request_id: RequestId) -> None:
@@ -106,7 +98,7 @@ class EagleDrafter:
         # The first row is the newest token's, whose slot the coming step needs anyway; others need slots behind it.
         num_slots = len(sequence.block_table) * self._follower.kv_cache.layout.block_size
         limit = min(limit, num_slots - position)
-        return None if features is None or limit < 1 else _Line(index, sequence, features, limit)
+        return None if features is None or limit < 1 else _Line(index, sequence, limit, features=features)
 
     def _draft(self, lines: list[_Line]) -> None:
         follower = self._follower
@@ -115,7 +107,7 @@ class EagleDrafter:
         )
         token_ids = [line.sequence.token_ids[-1] for line in lines]
         previous = torch.stack([line.features for line in lines])
-        if len(lines) == 1 and is_plain_greedy(lines[0].sequence.sampling_params, self._history(lines[0])):
+        if len(lines) == 1 and is_plain_greedy(lines[0].sequence.sampling_params, lines[0].history()):
             self._run(lines[0], rows.batch(token_ids), previous)
             return
         while True:
@@ -171,7 +163,7 @@ class EagleDrafter:
         best, shares = self._vocab_ids[found.best].tolist(), found.shares.tolist()
         for line, row, token_id, share in zip(lines, found.logits, best, shares, strict=True):
             params = line.sequence.sampling_params
-            history = self._history(line)
+            history = line.history()
             if is_plain_greedy(params, history):
                 self._extend(line, token_id, share)
                 continue
@@ -191,25 +183,16 @@ class EagleDrafter:
             share = 0.0 if token is None else _share(full[self._vocab_ids], full[token], draw.params.temperature)
             self._extend(line, token, share)
 
-    def _history(self, line: _Line) -> TokenHistory:
-        sequence = line.sequence
-        tokens = [*sequence.token_ids, *line.token_ids] if line.token_ids else sequence.token_ids
-        return TokenHistory(tokens, sequence.num_prompt_tokens)
-
     def _extend(self, line: _Line, token_id: int | None, share: float) -> None:
         if token_id is None:
             line.limit = 0  # nothing is allowed that the head knows
             return
-        evidence = evidence_of_probability(SOURCE, share)
-        line.token_ids.append(token_id)
-        line.evidence.append(evidence)
-        line.reach *= self._pacer.acceptance.chance(line.sequence.request_id, evidence)
+        line.add(token_id, evidence_of_probability(SOURCE, share), self._pacer.acceptance)
         if token_id in self._stop_ids(line.sequence):
             line.limit = 0  # nothing comes behind it
 
     def _stop_ids(self, sequence: Sequence) -> frozenset[int]:
-        params = sequence.sampling_params
-        return params.stop_token_ids | (frozenset[int]() if params.ignore_eos else self._eos_token_ids)
+        return sequence.sampling_params.all_stop_ids(self._eos_token_ids)
 
 
 def _share(row: NDArray[np.float32], weight: np.float32, temperature: float) -> float:

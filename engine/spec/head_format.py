@@ -43,7 +43,6 @@ DOWN_PROJ: Final = "down_proj.weight"
 OUTPUT_NORM: Final = "output_norm.weight"
 
 _FIELD: Final = "draft_head"
-_NUMBERS: Final = ("target_vocab_size", "target_hidden_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +137,9 @@ def load_head(path: Path, config: ModelConfig) -> DraftHeadFile:
         found = json.dumps(metadata.get("format"))
         raise InvalidRequest(_FIELD, f"{path} is not a draft head: its format is {found} instead of {FORMAT}")
     expected = {"target_vocab_size": config.vocab_size, "target_hidden_size": config.hidden_size}
-    for name in _NUMBERS:
-        if metadata.get(name) != str(expected[name]):
-            raise InvalidRequest(
-                _FIELD, f"{path} is for another model: {name} is {metadata.get(name)}, not {expected[name]}"
-            )
+    for name, number in expected.items():
+        if metadata.get(name) != str(number):
+            raise InvalidRequest(_FIELD, f"{path} is for another model: {name} is {metadata.get(name)}, not {number}")
     vocab_ids = tensors.pop(VOCAB_IDS, None)
     if vocab_ids is None:
         raise InvalidRequest(_FIELD, f"{path}: tensor {VOCAB_IDS} is missing")

@@ -16,18 +16,12 @@ from engine.spec.head_torch import TorchDraftHead
 
 _SHIPPED = "heads"
 _FIELD = "draft_head"
-_NO_TAPS = "this model's kernels hand out no hidden states, which native and torch ones do"
 
 
 def shipped_heads() -> list[Path]:
     """Return the heads that come with the project."""
     folder = Path(str(files("engine.spec"))) / _SHIPPED
     return sorted(folder.glob("*.safetensors"))
-
-
-def has_taps(model: LanguageModel) -> bool:
-    """Whether a model's kernels hand out the hidden states that a head needs."""
-    return isinstance(model, NativeModel | LlamaModel)
 
 
 def load_draft_head(model: LanguageModel, path: str) -> DraftHead:
@@ -41,14 +35,9 @@ def load_draft_head(model: LanguageModel, path: str) -> DraftHead:
         InvalidRequest: There is no such head, it does not fit, or the target's kernels hand out no hidden states; names
             `draft_head`.
     """
-    if not has_taps(model):
-        raise InvalidRequest(_FIELD, _NO_TAPS)
+    target = _tapped(model)
     file = load_head(Path(path) if path else _fitting(model), model.config)
-    if isinstance(model, NativeModel):
-        return NativeDraftHead(model, file)
-    if isinstance(model, LlamaModel):
-        return TorchDraftHead(model, file)
-    raise InvalidRequest(_FIELD, _NO_TAPS)
+    return NativeDraftHead(target, file) if isinstance(target, NativeModel) else TorchDraftHead(target, file)
 
 
 def follow(model: LanguageModel, head: DraftHead, kv_cache: KvCache) -> HeadFollower:
@@ -57,9 +46,13 @@ def follow(model: LanguageModel, head: DraftHead, kv_cache: KvCache) -> HeadFoll
     Raises:
         InvalidRequest: As `load_draft_head` for the model; as `HeadFollower` for the cache.
     """
+    return HeadFollower(_tapped(model), head, kv_cache)
+
+
+def _tapped(model: LanguageModel) -> NativeModel | LlamaModel:
     if isinstance(model, NativeModel | LlamaModel):
-        return HeadFollower(model, head, kv_cache)
-    raise InvalidRequest(_FIELD, _NO_TAPS)
+        return model
+    raise InvalidRequest(_FIELD, "this model's kernels hand out no hidden states, which native and torch ones do")
 
 
 def _fitting(model: LanguageModel) -> Path:

@@ -1,5 +1,7 @@
 """`DraftHead` beside a `NativeModel`: int8 weights, the target's kernels and threads, one call a pass."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -84,7 +86,7 @@ class NativeDraftHead:
         if num_rows:
             self._check(taps, (num_rows, len(self._tap_layers), self.hidden_size))
             self._check(carried, (batch.context_lens.shape[0], self.hidden_size))
-            pointers = step_pointers(_without_logits(batch), features, taps=taps.data_ptr())
+            pointers = step_pointers(replace(batch, logit_rows=batch.logit_rows[:0]), features, taps=taps.data_ptr())
             cache = self._model.cache_pointer(kv_cache, 1)
             self._handle.absorb(pointers, cache, carried.data_ptr(), features.data_ptr())
         return features
@@ -126,15 +128,3 @@ class NativeDraftHead:
     def _check(self, tensor: Tensor, shape: tuple[int, ...]) -> None:
         if tensor.shape != shape or tensor.dtype != torch.float32 or not tensor.is_contiguous():
             raise ValueError(f"{list(tensor.shape)} {tensor.dtype} is not {list(shape)} fp32, contiguous")
-
-
-def _without_logits(batch: StepBatch) -> StepBatch:
-    return StepBatch(
-        batch.token_ids,
-        batch.positions,
-        batch.slot_mapping,
-        batch.query_start,
-        batch.context_lens,
-        batch.block_tables,
-        batch.logit_rows[:0],
-    )

@@ -3,10 +3,10 @@
 import time
 from collections.abc import Callable
 
+from engine.model.batch import SequenceRows, build_batch
 from engine.model.interface import LanguageModel
 from engine.model.kv_cache import KvCache
 from engine.spec.cost import ASSUMED_SHAPE, FLAT_SHAPE, CostShape, StepLoad, fit_shape
-from engine.spec.rows import SequenceRows, build_batch
 from engine.types import BlockId
 
 _ROWS = (1, 2, 3, 4, 6, 8, 9, 12, 16)

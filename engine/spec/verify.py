@@ -47,17 +47,17 @@ def verify(
     Raises:
         ValueError: A row that decides allows no token at all or holds NaN.
     """
-    targets = _targets(logits, items, rows or NumpyRows())
-    return [_accept(targets[item.first_row :], item.draft_token_ids) for item in items]
+    targets = target_tokens(logits, items, rows or NumpyRows())
+    return [accept(targets[item.first_row :], item.draft_token_ids) for item in items]
 
 
-def _targets(logits: NDArray[np.float32], items: Sequence[VerifyItem], rows: RowSampler) -> list[int | None]:
-    """The token of each row; None where none is allowed."""
+def target_tokens(logits: NDArray[np.float32], items: Sequence[VerifyItem], rows: RowSampler) -> list[int | None]:
+    """Return the target's token of each row, had the drafts before it been accepted; None where none is allowed."""
     draws: list[tuple[int, Draw]] = []
     targets = rows.best(logits)
     for item in items:
         request = item.request
-        for row, history in enumerate(_histories(item), item.first_row):
+        for row, history in enumerate(histories(item), item.first_row):
             if is_plain_greedy(request.params, history):
                 continue
             processed = logits[row]
@@ -73,8 +73,11 @@ def _targets(logits: NDArray[np.float32], items: Sequence[VerifyItem], rows: Row
     return targets
 
 
-def _histories(item: VerifyItem) -> Iterator[TokenHistory]:
-    """What stands before each row: the history, and with it ever more of the drafts."""
+def histories(item: VerifyItem) -> Iterator[TokenHistory]:
+    """Yield what stands before each row: the history, and with it ever more of the drafts.
+
+    The drafts are added to one list: who keeps a history beyond the next one copies its tokens.
+    """
     history = item.request.history
     yield history
     if item.draft_token_ids:
@@ -84,7 +87,12 @@ def _histories(item: VerifyItem) -> Iterator[TokenHistory]:
             yield TokenHistory(tokens, history.num_prompt_tokens)
 
 
-def _accept(targets: Sequence[int | None], draft_token_ids: Sequence[int]) -> tuple[int, ...]:
+def accept(targets: Sequence[int | None], draft_token_ids: Sequence[int]) -> tuple[int, ...]:
+    """Return a sequence's new tokens, given the target's tokens from its first row on.
+
+    Raises:
+        ValueError: A row that decides allows no token at all or holds NaN.
+    """
     tokens: list[int] = []
     for offset, token_id in enumerate(targets[: len(draft_token_ids) + 1]):
         if token_id is None:

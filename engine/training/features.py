@@ -21,13 +21,14 @@ from torch.nn import functional
 from engine.cache.layout import KvLayout
 from engine.config import KvDtype
 from engine.errors import InvalidRequest
-from engine.model.batch import StepBatch
+from engine.model.batch import SequenceRows, StepBatch, build_batch
 from engine.model.interface import LayerTaps, TappedModel
 from engine.model.kv_cache import KvCache
 from engine.training.corpus import Conversation
 from engine.training.head import HeadBatch, Segment
 from engine.training.loss import Teaching
 from engine.training.target import TargetParts
+from engine.types import BlockId
 
 NUM_TEACHER_TOKENS = 32
 _TAPS, _IDS, _SHARES, _MANIFEST = "taps.f16", "teacher_ids.i16", "teacher_shares.f16", "features.json"
@@ -53,13 +54,9 @@ class TapReader:
     """Runs whole conversations through the target and returns their hidden states."""
 
     def __init__(self, model: TappedModel, tap_layers: Sequence[int]) -> None:
-        config = model.config
         self._model = model
         self._tap_layers = tuple(tap_layers)
-        layout = KvLayout(
-            model.fingerprint, config.num_layers, config.num_kv_heads, config.head_dim, _BLOCK_SIZE, KvDtype.FP32
-        )
-        self._layout = layout
+        self._layout = KvLayout.of_model(model.fingerprint, model.config, _BLOCK_SIZE, KvDtype.FP32)
         self._cache: KvCache | None = None
 
     def read(self, texts: Sequence[Sequence[int]]) -> Tensor:
@@ -224,20 +221,9 @@ def _answer_rows(group: Sequence[Conversation]) -> Tensor:
 
 def _whole_texts(texts: Sequence[Sequence[int]]) -> tuple[StepBatch, int]:
     """A step that prefills whole texts, each in blocks of its own; returns it and the number of blocks."""
-    lengths = torch.tensor([len(text) for text in texts])
-    num_blocks = [-(-len(text) // _BLOCK_SIZE) for text in texts]
-    first_blocks = torch.tensor([0, *num_blocks[:-1]]).cumsum(0)
-    positions = torch.cat([torch.arange(len(text)) for text in texts])
-    tables = first_blocks[:, None] + torch.arange(max(num_blocks))
-    return (
-        StepBatch(
-            token_ids=torch.tensor([token for text in texts for token in text]),
-            positions=positions,
-            slot_mapping=first_blocks.repeat_interleave(lengths) * _BLOCK_SIZE + positions,
-            query_start=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int(),
-            context_lens=lengths.int(),
-            block_tables=tables.clamp_(max=sum(num_blocks) - 1).int(),
-            logit_rows=torch.empty(0, dtype=torch.int64),
-        ),
-        sum(num_blocks),
-    )
+    parts: list[SequenceRows] = []
+    num_blocks = 0
+    for text in texts:
+        first, num_blocks = num_blocks, num_blocks - (-len(text) // _BLOCK_SIZE)
+        parts.append(SequenceRows(text, 0, [BlockId(block) for block in range(first, num_blocks)], 0))
+    return build_batch(parts, _BLOCK_SIZE), num_blocks

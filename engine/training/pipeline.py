@@ -136,11 +136,8 @@ def write_text(
 ) -> list[Conversation]:
     """Let the model write until the folder holds enough; returns all its conversations."""
     tokenizer = load_tokenizer(resolve_model(model_name).path)
-    config = model.config
     num_blocks = (settings.num_streams + 1) * (settings.max_context // _BLOCK_SIZE + 2)
-    layout = KvLayout(
-        model.fingerprint, config.num_layers, config.num_kv_heads, config.head_dim, _BLOCK_SIZE, KvDtype.BF16
-    )
+    layout = KvLayout.of_model(model.fingerprint, model.config, _BLOCK_SIZE, KvDtype.BF16)
     engine = Engine(
         model,
         KvCache(layout, num_blocks, model.device),

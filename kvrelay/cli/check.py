@@ -129,13 +129,13 @@ def _read_config(kind: str, path: Path) -> "ModelConfig":
 def _check_kv_memory(settings: "ServeSettings", config: "ModelConfig", kind: str) -> Finding:
     from decode_service.settings import DecodeSettings
     from engine.config import KvDtype
-    from worker.settings import DEFAULT_KV_MEMORY_MIB
+    from worker.settings import DEFAULT_KV_MEMORY_MIB, default_kv_dtype
 
     defaults = DecodeSettings.model_fields
     is_on_gpu = (settings.device or "").startswith("cuda")
     # As workers choose it, but for a GGUF file of floats, which runs in fp32 too.
     is_native = settings.compute == "native" or (kind == "gguf" and settings.compute in (None, "auto"))
-    dtype = settings.kv_dtype or (KvDtype.BF16 if is_on_gpu else KvDtype.FP16 if is_native else KvDtype.FP32)
+    dtype = settings.kv_dtype or (KvDtype.BF16 if is_on_gpu else default_kv_dtype(is_native=is_native))
     block_size = settings.block_size or defaults["block_size"].default
     token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
     block_bytes = token_bytes * block_size

@@ -13,6 +13,7 @@ from torch.nn import functional
 from engine.cache.layout import KvLayout
 from engine.config import KvDtype
 from engine.errors import InvalidRequest
+from engine.model.batch import SequenceRows, build_batch
 from engine.model.interface import LayerTaps
 from engine.model.kv_cache import KvCache
 from engine.model.llama import LlamaModel
@@ -23,7 +24,6 @@ from engine.spec.head_format import DraftHeadFile
 from engine.spec.head_loader import load_draft_head
 from engine.spec.head_native import NativeDraftHead
 from engine.spec.head_torch import TorchDraftHead
-from engine.spec.rows import SequenceRows, build_batch
 from engine.types import BlockId
 from tests.oracle.native_runs import prompt_ids
 from tests.tiny_heads import make_tiny_head, write_tiny_head

@@ -9,12 +9,12 @@ import torch
 
 from engine.cache.layout import KvLayout
 from engine.config import KvDtype
+from engine.model.batch import SequenceRows, build_batch
 from engine.model.interface import LanguageModel
 from engine.model.kv_cache import KvCache
 from engine.model.loader import load_model
 from engine.spec.cost import ASSUMED_SHAPE, FLAT_SHAPE, CostShape
 from engine.spec.probe import probe_shape
-from engine.spec.rows import SequenceRows, build_batch
 from engine.types import BlockId
 from tests.oracle.mini_driver import MiniDriver
 
