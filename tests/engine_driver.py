@@ -1,6 +1,6 @@
 """Runs an engine in the test's own thread: the single-process run that every other way of serving is compared with."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ from engine.engine import Engine, ExportListener
 from engine.model.kv_cache import KvCache
 from engine.model.loader import load_model
 from engine.spec.speculation import Speculation
-from engine.types import EngineRequest, FinishReason, RequestId, SamplingParams, SequenceOutput
+from engine.types import EngineRequest, RequestId, SamplingParams
 
 
 def make_engine(
@@ -64,6 +64,17 @@ def run_to_end(
     raise AssertionError("the engine did not come to an end")
 
 
+def arriving(engine: Engine, requests: Iterable[EngineRequest], every: int = 3) -> Callable[[int], None]:
+    """A `before_step` for `run_to_end` that adds one request every so many steps, the first before step 0."""
+    waiting = iter(requests)
+
+    def before_step(step: int) -> None:
+        if step % every == 0 and (request := next(waiting, None)) is not None:
+            engine.add(request)
+
+    return before_step
+
+
 def run_alone(engine: Engine, requests: Sequence[EngineRequest]) -> dict[int, list[int]]:
     """Run requests one after the other, each on an empty prefix cache; returns their tokens."""
     tokens: dict[int, list[int]] = {}
@@ -72,8 +83,3 @@ def run_alone(engine: Engine, requests: Sequence[EngineRequest]) -> dict[int, li
         engine.add(request)
         tokens |= run_to_end(engine)
     return tokens
-
-
-def finish_reasons(outputs: Sequence[SequenceOutput]) -> Mapping[int, FinishReason | None]:
-    """Return each request's last finish reason."""
-    return {output.request_id: output.finish_reason for output in outputs}

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kv_transfer.frame import Frame, FrameKind, PayloadBuffer
+from kv_transfer.frame import Frame, FrameKind
 from kv_transfer.transport import DEFAULT_CONNECT_TIMEOUT_S, Connection, ConnectionHandler, Listener, Transport
-from tests.fakes_transport import Fault, damage
+from tests.fakes_transport import Fault, WrappedConnection, damage
 
 DELAY_S = 0.05
 SIGN_BIT = 31
@@ -54,35 +54,15 @@ class FaultScript:
         return strike
 
 
-class FaultyConnection:
+class FaultyConnection(WrappedConnection):
     """The prefill side's end; what passes in either direction is looked up in the script."""
 
     def __init__(self, inner: Connection, script: FaultScript, payload_bytes: int) -> None:
-        self._inner = inner
+        super().__init__(inner, payload_bytes)
         self._script = script
-        self._payload_bytes = payload_bytes
         self._held_out: Frame | None = None
         self._incoming: list[Frame] = []
         self._held_in: Frame | None = None
-        self._is_stalled = False
-
-    @property
-    def scheme(self) -> str:
-        return self._inner.scheme
-
-    @property
-    def preferred_payload_bytes(self) -> int:
-        return self._payload_bytes
-
-    @property
-    def is_closed(self) -> bool:
-        return self._inner.is_closed
-
-    def reserve_now(self, num_bytes: int) -> PayloadBuffer:
-        return PayloadBuffer(memoryview(bytearray(num_bytes)))
-
-    async def reserve(self, num_bytes: int) -> PayloadBuffer:
-        return self.reserve_now(num_bytes)
 
     async def send(self, frame: Frame) -> None:
         strike = self._script.strike_on(frame)
@@ -130,12 +110,6 @@ class FaultyConnection:
         if self._is_stalled or fault is Fault.DROP:
             return []
         return [frame, Frame(frame.header, frame.payload)] if fault is Fault.DUPLICATE else [frame]
-
-    async def close(self) -> None:
-        await self._inner.close()
-
-    def abort(self) -> None:
-        self._inner.abort()
 
 
 def _negated(payload: memoryview) -> memoryview:

@@ -202,15 +202,13 @@ def _flip_header(header: FrameHeader) -> FrameHeader:
     return replace(header, digest=header.digest ^ 1)
 
 
-class LossyConnection:
-    """A connection whose outgoing frames meet the faults of a plan."""
+class WrappedConnection:
+    """What connections that tamper with another one's frames leave as it is; payloads get memory of their own."""
 
-    def __init__(self, inner: Connection, plan: FaultPlan) -> None:
+    def __init__(self, inner: Connection, payload_bytes: int) -> None:
         self._inner = inner
-        self._plan = plan
-        self._held: Frame | None = None
+        self._payload_bytes = payload_bytes
         self._is_stalled = False
-        self.num_sent = 0
 
     @property
     def scheme(self) -> str:
@@ -218,7 +216,7 @@ class LossyConnection:
 
     @property
     def preferred_payload_bytes(self) -> int:
-        return LOSSY_PAYLOAD_BYTES
+        return self._payload_bytes
 
     @property
     def is_closed(self) -> bool:
@@ -228,7 +226,26 @@ class LossyConnection:
         return PayloadBuffer(memoryview(bytearray(num_bytes)))
 
     async def reserve(self, num_bytes: int) -> PayloadBuffer:
-        return PayloadBuffer(memoryview(bytearray(num_bytes)))
+        return self.reserve_now(num_bytes)
+
+    async def recv(self) -> Frame:
+        return await self._inner.recv()
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+
+class LossyConnection(WrappedConnection):
+    """A connection whose outgoing frames meet the faults of a plan."""
+
+    def __init__(self, inner: Connection, plan: FaultPlan) -> None:
+        super().__init__(inner, LOSSY_PAYLOAD_BYTES)
+        self._plan = plan
+        self._held: Frame | None = None
+        self.num_sent = 0
 
     async def send(self, frame: Frame) -> None:
         index, self.num_sent = self.num_sent, self.num_sent + 1
@@ -253,15 +270,6 @@ class LossyConnection:
         if self._held is not None:
             held, self._held = self._held, None
             await self._inner.send(held)
-
-    async def recv(self) -> Frame:
-        return await self._inner.recv()
-
-    async def close(self) -> None:
-        await self._inner.close()
-
-    def abort(self) -> None:
-        self._inner.abort()
 
 
 class LossyTransport:

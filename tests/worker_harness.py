@@ -52,6 +52,14 @@ class HarnessWorker:
         """Raise AssertionError when the engine's books do not balance."""
         await self.context.engine_loop.call(lambda engine: engine.scheduler.check_invariants())
 
+    async def is_idle(self) -> bool:
+        """Whether the pool is whole and no lease, sequence or job is left; the books must balance in any case."""
+        load = await self.load()
+        await self.check_invariants()
+        if load.num_free_blocks != load.num_blocks or load.num_running or load.num_waiting or load.num_parked:
+            return False
+        return not (await self.tier.read_load()).num_leases
+
 
 @asynccontextmanager
 async def run_decode(

@@ -82,14 +82,7 @@ class FaultyPair:
 
     async def is_idle(self) -> bool:
         """Whether pools are whole and no lease, sequence, job or link is left."""
-        for worker in (self.decode, self.prefill):
-            load = await worker.load()
-            await worker.check_invariants()
-            if load.num_free_blocks != load.num_blocks or load.num_running or load.num_waiting or load.num_parked:
-                return False
-            if (await worker.tier.read_load()).num_leases:
-                return False
-        return True
+        return await self.decode.is_idle() and await self.prefill.is_idle()
 
 
 def _request(request_id: int, number: int) -> EngineRequest:

@@ -47,14 +47,7 @@ class Pair:
 
     async def is_idle(self) -> bool:
         """Whether both pools are whole and no lease, sequence or job is left."""
-        for worker in (self.decode, self.prefill):
-            load = await worker.load()
-            await worker.check_invariants()
-            if load.num_free_blocks != load.num_blocks or load.num_running or load.num_waiting or load.num_parked:
-                return False
-            if (await worker.tier.read_load()).num_leases:
-                return False
-        return True
+        return await self.decode.is_idle() and await self.prefill.is_idle()
 
 
 @asynccontextmanager
@@ -302,7 +295,7 @@ async def test_mixed_cancelled_and_finished_requests_leave_both_pools_whole(no_l
     async def serve_or_cancel(pair: Pair, request: EngineRequest) -> None:
         task = asyncio.create_task(pair.driver.generate(request))
         if request.request_id % 2:
-            await asyncio.sleep(rng.random() * 0.4)
+            await asyncio.sleep(rng.random() * 0.2)
             if not task.done():
                 await pair.driver.abort(request)
                 task.cancel()

@@ -11,7 +11,7 @@ import pytest
 from engine.config import KvDtype, SchedulerConfig
 from engine.types import EngineRequest
 from tests.drafting import make_drafting, make_plain
-from tests.engine_driver import make_request, run_alone, run_to_end
+from tests.engine_driver import arriving, make_request, run_alone, run_to_end
 from tests.oracle.test_speculation_ladder import FIELDS
 from tests.tiny_models import write_tiny_gguf
 
@@ -77,15 +77,8 @@ def test_a_head_goes_with_chunks_preemption_and_arrivals(
         num_blocks=14,
         scheduler=SchedulerConfig(max_num_batched_tokens=24, max_num_seqs=6),
     )
-    engine, waiting = drafting.engine, iter(requests)
-
-    def before_step(step: int) -> None:
-        if step % 3 == 0:
-            for request in waiting:
-                engine.add(request)
-                break
-
-    assert run_to_end(engine, before_step) == expected
+    engine = drafting.engine
+    assert run_to_end(engine, arriving(engine, requests)) == expected
     assert engine.scheduler.num_preemptions > 0
     assert drafting.speculation.num_draft_tokens > 0
 

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from engine.config import KvDtype
 from engine.kernels.cpu.library import load_library
-from engine.model.gguf_file import GgufFile
 from engine.model.interface import LanguageModel
 from engine.model.loader import load_model
 from engine.model.native import NativeModel
@@ -33,20 +32,6 @@ QUESTIONS = (
     "Who wrote Romeo and Juliet?",
     "Hi",
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_gguf: Path) -> Tokenizer:
-    metadata = GgufFile(smollm2_gguf).metadata
-    tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
-    assert isinstance(tokens, list)
-    assert isinstance(merges, list)
-    vocabulary = {str(token): index for index, token in enumerate(tokens)}
-    pairs = [(left, right) for left, right in (str(merge).split(" ") for merge in merges)]
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return tokenizer
 
 
 @pytest.fixture(scope="module")

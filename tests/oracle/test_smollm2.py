@@ -10,11 +10,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.model.gguf_file import GgufFile
 from engine.model.interface import LanguageModel
 from engine.model.loader import load_model
 from tests.oracle.mini_driver import DrivenSequence, MiniDriver
@@ -42,21 +41,6 @@ QUESTIONS = (
 @pytest.fixture(scope="module")
 def smollm2() -> LanguageModel:
     return load_model("smollm2", compute="torch")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_gguf: Path) -> Tokenizer:
-    metadata = GgufFile(smollm2_gguf).metadata
-    tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
-    assert isinstance(tokens, list)
-    assert isinstance(merges, list)
-    vocabulary = {str(token): index for index, token in enumerate(tokens)}
-    pairs = [(left, right) for left, right in (str(merge).split(" ") for merge in merges)]
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from engine.spec.ngram import NgramDrafter
 from engine.spec.pace import DraftPacer
 from engine.spec.speculation import Speculation
 from engine.types import EngineRequest, RequestId
-from tests.engine_driver import make_engine, make_request, run_alone, run_to_end
+from tests.engine_driver import arriving, make_engine, make_request, run_alone, run_to_end
 
 FolderOf = Callable[[str], Path]
 KNOWN = Evidence("known", 0, 0.5)
@@ -119,15 +119,7 @@ def test_speculation_goes_with_chunks_preemption_and_arrivals(tiny_folder: Folde
         scheduler=SchedulerConfig(max_num_batched_tokens=24, max_num_seqs=6),
         speculation=speculation,
     )
-    waiting = iter(requests)
-
-    def before_step(step: int) -> None:
-        if step % 3 == 0:
-            for request in waiting:
-                engine.add(request)
-                break
-
-    assert run_to_end(engine, before_step) == expected
+    assert run_to_end(engine, arriving(engine, requests)) == expected
     assert engine.scheduler.num_preemptions > 0
     assert speculation.num_accepted_tokens > 0
 
