@@ -27,7 +27,7 @@ _CACHE_TYPES = {
     KvDtype.FP16: CacheType.FP16,
     KvDtype.INT8: CacheType.INT8,
 }
-_NUMERICS = "native-int8-group32-1"
+_NUMERICS = "native-int8-group32-2"
 """Names the arithmetic. To be changed with anything that changes a bit of KV."""
 
 

@@ -103,3 +103,38 @@ def _rounded(x: Tensor) -> Tensor:
     steps = groups.abs().amax(-1, keepdim=True) / 127
     quants: Tensor = torch.where(steps > 0, groups / steps, 0.0).round()
     return (quants * steps).flatten(-2)
+
+
+def two_digits(values: Tensor, most: int) -> Tensor:
+    """Round to whole multiples of 1 / `most` of the largest magnitude in the last dimension."""
+    step = values.abs().amax(-1, keepdim=True) / most
+    return torch.where(step > 0, (values / step).round() * step, 0.0)
+
+
+def int8_attention(
+    query: Tensor, keys: Tensor, key_scales: Tensor, values: Tensor, value_scales: Tensor, seen: slice
+) -> Tensor:
+    """Attention of one query head as the native kernels define it for an int8 cache, see attention_int8.h.
+
+    Args:
+        query: [head_dim] fp32, not scaled.
+        keys: [num_tokens, head_dim] int8, and so `values`.
+        key_scales: [num_tokens], and so `value_scales`.
+        values: See `keys`.
+        value_scales: See `key_scales`.
+        seen: The positions that the query sees.
+
+    Returns:
+        [head_dim] float64.
+    """
+    scaled = two_digits((query * (1.0 / torch.tensor(query.shape[-1]).sqrt())).double(), 127 * 128)
+    scores = (keys.double() @ scaled) * key_scales.double()
+    total, sums = torch.zeros((), dtype=torch.float64), torch.zeros(query.shape[-1], dtype=torch.float64)
+    largest = scores[seen].max()
+    for start in range(seen.start // 256 * 256, seen.stop, 256):
+        part = slice(max(start, seen.start), min(start + 256, seen.stop))
+        weights = (scores[part] - scores[part].max()).exp()
+        share = (scores[part].max() - largest).exp()
+        sums += share * (two_digits(weights * value_scales[part], 127 * 128 + 127) @ values[part].double())
+        total += share * weights.sum()
+    return sums / total

@@ -18,6 +18,7 @@ from engine.kernels.cpu.build import ISA_VARIABLE, Isa, KernelsUnavailable, buil
 from engine.kernels.cpu.library import CacheType, WeightKind, open_library
 from engine.kernels.cpu.single import PagedCache, SingleKernels
 from engine.model.kv_convert import quantize, split_blocks
+from tests.oracle.quantized_oracle import int8_attention
 
 _Floats = npt.NDArray[np.float32]
 
@@ -220,6 +221,8 @@ ATTENTION_CASES = [
     AttentionCase(((33, 47), (1, 380), (2, 80)), dtype=KvDtype.FP16, block_size=32, head_dim=128),
     AttentionCase(((33, 47), (1, 380), (2, 80)), dtype=KvDtype.INT8, num_heads=6, num_kv_heads=2),
     AttentionCase(((33, 47), (1, 380), (2, 80)), dtype=KvDtype.INT8, head_dim=40, sliding_window=50),
+    AttentionCase(((5, 600), (1, 1), (1, 257)), dtype=KvDtype.INT8, num_heads=8, num_kv_heads=1, head_dim=128),
+    AttentionCase(((9, 300), (1, 33)), dtype=KvDtype.INT8, num_heads=2, head_dim=2, block_size=8, sliding_window=1),
 ]
 
 
@@ -320,22 +323,44 @@ def expected_cache(run: AttentionRun) -> torch.Tensor:
     return data
 
 
+def expected_attention(run: AttentionRun, cache: torch.Tensor, sliding_window: int | None) -> torch.Tensor:
+    """[rows, heads, dim] by the oracle of the cache's type."""
+    step, (elements, scales) = run.step, split_blocks(cache, run.layout)
+    if scales is None:
+        arrays = (run.query, step.query_start, step.context_lens, step.block_tables)
+        query, starts, lens, tables = (torch.from_numpy(array) for array in arrays)
+        return reference.paged_attention(query, elements.float(), starts, lens, tables, sliding_window)
+    out = torch.zeros(run.query.shape, dtype=torch.float64)
+    group = run.query.shape[1] // run.layout.num_kv_heads
+    for sequence, table in enumerate(step.block_tables.tolist()):
+        # [2, kv heads, tokens, dim] and [2, kv heads, tokens]
+        tokens = elements[table].permute(1, 2, 0, 3, 4).flatten(2, 3)
+        token_scales = scales[table].permute(1, 2, 0, 3).flatten(2, 3)
+        end = int(step.query_start[sequence + 1])
+        for row in range(int(step.query_start[sequence]), end):
+            position = int(step.context_lens[sequence]) - (end - row)
+            seen = slice(0 if sliding_window is None else max(0, position - sliding_window + 1), position + 1)
+            for head in range(run.query.shape[1]):
+                (keys, values), (key_scales, value_scales) = tokens[:, head // group], token_scales[:, head // group]
+                query = torch.from_numpy(run.query[row, head])
+                out[row, head] = int8_attention(query, keys, key_scales, values, value_scales, seen)
+    return out.float()
+
+
 @each_isa
 @pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
 def test_write_kv_and_paged_attention(isa: Isa, case: AttentionCase) -> None:
     run = run_attention(isa, case, rows_at_once=3)
     written = expected_cache(run)
     assert torch.equal(torch.from_numpy(run.cache), written)
-    elements, scales = split_blocks(written, run.layout)
-    expected = reference.paged_attention(
-        torch.from_numpy(run.query),
-        elements.float() if scales is None else elements * scales[..., None],
-        torch.from_numpy(run.step.query_start),
-        torch.from_numpy(run.step.context_lens),
-        torch.from_numpy(run.step.block_tables),
-        case.sliding_window,
-    )
-    torch.testing.assert_close(torch.from_numpy(run.out), expected, rtol=2e-5, atol=2e-5)
+    expected = expected_attention(run, written, case.sliding_window)
+    out = torch.from_numpy(run.out)
+    if case.dtype is KvDtype.INT8:
+        # A weight between two of its steps, 1 / 16383 of the largest, may be rounded either way: rarely, and by one.
+        is_close = torch.isclose(out, expected, rtol=2e-5, atol=2e-5)
+        assert is_close.float().mean() > 0.995
+        out = torch.where(is_close | ((out - expected).abs() < expected.abs().max() / 16383), expected, out)
+    torch.testing.assert_close(out, expected, rtol=2e-5, atol=2e-5)
 
 
 @each_isa

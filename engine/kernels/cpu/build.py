@@ -62,6 +62,8 @@ _FEATURES = {
     Isa.PORTABLE: frozenset[str](),
 }
 """Compiler names of the features that a variant needs, best variant first."""
+_EXTRA_FEATURES = {Isa.AVX512VNNI: frozenset({"gfni"})}
+"""Those that a variant uses where they are; the first CPUs with AVX512-VNNI lack this one."""
 _KERNEL_NAMES = {"avxvnni": "avx_vnni", "avx512vnni": "avx512_vnni"}
 """Where /proc/cpuinfo spells a feature otherwise."""
 
@@ -89,7 +91,8 @@ def build_library(isa: Isa) -> Path:
         KernelsUnavailable: There is no compiler, it fails, or the cache cannot be used.
     """
     compiler = _compiler()
-    command = [compiler, *_FLAGS, *(f"-m{name}" for name in sorted(_FEATURES[isa])), str(SOURCES / "api.cpp")]
+    features = _FEATURES[isa] | (_EXTRA_FEATURES.get(isa, frozenset()) & _cpu_flags())
+    command = [compiler, *_FLAGS, *(f"-m{name}" for name in sorted(features)), str(SOURCES / "api.cpp")]
     key = _fingerprint(compiler, command)
     try:
         folder = _cache_folder()

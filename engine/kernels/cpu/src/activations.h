@@ -2,8 +2,8 @@
 //
 //     x[i] ~ quants[i] * scale[group],   scale = largest magnitude in the group / 127
 //
-// Beside them what the weight kinds need of a group's sum: sums * scale for Q4_1's minima, and the integer corrections
-// for weights stored with an offset of 8 and 128. A row is quantized alone, so it never depends on other rows.
+// Beside them what the weight kinds need of a group's sum: sums * scale for Q4_1's minima, and where integer sums start
+// for weights stored with an offset of 8 or 128. A row is quantized alone, so it never depends on other rows.
 #pragma once
 
 #include "weights.h"
@@ -12,8 +12,8 @@ struct Rows {
     int8_t* quants;      // [rows, groups * 32]
     float* scales;       // [rows, groups]
     float* scaled_sums;  // [rows, groups]: scale * sum of the group's quants
-    int32_t* minus_8;    // [rows, groups]: -8 * sum
-    int32_t* minus_128;  // [rows, groups]: -128 * sum
+    int32_t* minus_8;    // [rows, groups]: GEMM_START - 8 * sum
+    int32_t* minus_128;  // [rows, groups]: GEMM_START - 128 * sum
     int num_groups;
 };
 
@@ -43,8 +43,8 @@ static inline void quantize_group(const Rows& rows, int row, int group, F a, F b
     const float scale = largest / 127.0f;
     rows.scales[at] = scale;
     rows.scaled_sums[at] = scale * (float)sum;
-    rows.minus_8[at] = -8 * sum;
-    rows.minus_128[at] = -128 * sum;
+    rows.minus_8[at] = GEMM_START - 8 * sum;
+    rows.minus_128[at] = GEMM_START - 128 * sum;
 }
 
 static inline void quantize_row(const float* x, int n, const Rows& rows, int row) {

@@ -10,7 +10,7 @@
 
 enum Error { OK = 0, NO_MEMORY = 1, BAD_ARGUMENT = 2 };
 
-static const int MAX_QUERIES = 24;     // query heads of the rows that are attended together, at least one row
+static const int MAX_QUERIES = 48;     // query heads of the rows that are attended together, at least one row
 static const int MAX_SPLIT_ROWS = 16;  // steps of so few rows may spread one sequence's context over threads
 static const int EMBEDDING = -1, LM_HEAD = -2, FUSE = -3;
 

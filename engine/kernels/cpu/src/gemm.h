@@ -3,7 +3,7 @@
 // Row-exact: an element is a sum over groups in order, each group an exact integer dot product scaled once, whatever
 // rows and columns are computed beside it:
 //
-//     out = fma(float(dot), weight scale * row scale, out);   Q4_1 also: out = fma(minimum, row scale * row sum, out)
+//     out = fma(float(dot) * weight scale, row scale, out);   Q4_1 also: out = fma(minimum, row scale * row sum, out)
 //
 // A variant provides gemm_tile<KIND, R, C>: R rows by C tiles of 16 columns, everything in registers, and how many of
 // each it takes: up to ROWS_AT_ONCE rows by TILES_AT_ONCE tiles.

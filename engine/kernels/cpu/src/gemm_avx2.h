@@ -72,8 +72,8 @@ static inline void gemm_half_tile(const Matrix& w, int tile, int half, const Row
             const int64_t i = at + r * groups + g;
             const int32_t correction = KIND == Q4_0 ? x.minus_8[i] : KIND == Q8_0 ? x.minus_128[i] : 0;
             const __m256i dot = group_dot<KIND>(quants, x.quants + i * GROUP, correction);
-            const __m256 both = _mm256_mul_ps(scale, _mm256_set1_ps(x.scales[i]));
-            sum[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), both, sum[r]);
+            const __m256 scaled = _mm256_mul_ps(_mm256_cvtepi32_ps(dot), scale);
+            sum[r] = _mm256_fmadd_ps(scaled, _mm256_set1_ps(x.scales[i]), sum[r]);
             if (KIND == Q4_1) sum[r] = _mm256_fmadd_ps(minimum, _mm256_set1_ps(x.scaled_sums[i]), sum[r]);
         }
     }

@@ -1,5 +1,9 @@
 // GEMM tiles with AVX512-VNNI: vpdpbusd multiplies unsigned weights by four signed activations, which are broadcast.
 //
+// Sums start at GEMM_START, the bits of the fp32 number 1.5 * 2^23, whose last bit counts 1: a sum below 2^22 is then the
+// number 1.5 * 2^23 + dot, without a conversion. Times an fp16 scale, fused with -1.5 * 2^23 * scale, which is exact in
+// fp32, that is float(dot) * scale rounded once.
+//
 // R rows by C tiles stay in registers: 2 * R * C accumulators, and a broadcast serves C products. Weights are read once
 // and in order, so the first rows that use them ask for them ahead: without that, a step of few rows waits for each
 // line.
@@ -14,6 +18,14 @@ static inline __m512i four_inputs(const int8_t* x) {
     int32_t word;
     memcpy(&word, x, 4);
     return _mm512_set1_epi32(word);
+}
+
+static inline __m512i high_half(__m512i x) {
+#if defined(__GFNI__)
+    return _mm512_gf2p8affine_epi64_epi8(x, _mm512_set1_epi64(0x1020408000000000), 0);  // bits 7..4 to 3..0
+#else
+    return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15));
+#endif
 }
 
 template <int KIND, int R, int C>
@@ -31,9 +43,8 @@ static inline void gemm_tile(const Matrix& w, int tile, const Rows& x, int row, 
         __m512i dot[C][R];
         for (int r = 0; r < R; r++) {
             const int64_t i = at + r * groups + g;
-            const __m512i start = KIND == Q4_0   ? _mm512_set1_epi32(x.minus_8[i])
-                                  : KIND == Q8_0 ? _mm512_set1_epi32(x.minus_128[i])
-                                                 : _mm512_setzero_si512();
+            const int32_t first = KIND == Q4_0 ? x.minus_8[i] : KIND == Q8_0 ? x.minus_128[i] : GEMM_START;
+            const __m512i start = _mm512_set1_epi32(first);
             for (int t = 0; t < C; t++) dot[t][r] = start;
         }
         if (is_first) {
@@ -49,7 +60,7 @@ static inline void gemm_tile(const Matrix& w, int tile, const Rows& x, int row, 
             for (int t = 0; t < C; t++) {
                 low[t] = _mm512_loadu_si512(record + t * tile_bytes + c * 64);
                 if (KIND == Q8_0) continue;
-                high[t] = _mm512_and_si512(_mm512_srli_epi16(low[t], 4), low_half);
+                high[t] = high_half(low[t]);
                 low[t] = _mm512_and_si512(low[t], low_half);
             }
             for (int r = 0; r < R; r++) {
@@ -64,9 +75,10 @@ static inline void gemm_tile(const Matrix& w, int tile, const Rows& x, int row, 
         for (int t = 0; t < C; t++) {
             const __m256i* scales = (const __m256i*)(record + t * tile_bytes + quant_bytes);
             const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(scales));
+            const __m512 minus_start = _mm512_mul_ps(scale, _mm512_set1_ps(-EXP_MAGIC));
             for (int r = 0; r < R; r++) {
-                const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(x.scales[at + r * groups + g]));
-                sum[t][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[t][r]), both, sum[t][r]);
+                const __m512 scaled = _mm512_fmadd_ps(_mm512_castsi512_ps(dot[t][r]), scale, minus_start);
+                sum[t][r] = _mm512_fmadd_ps(scaled, _mm512_set1_ps(x.scales[at + r * groups + g]), sum[t][r]);
             }
             if (KIND != Q4_1) continue;
             const __m512 minimum = _mm512_cvtph_ps(_mm256_loadu_si256(scales + 1));

@@ -24,7 +24,7 @@ static inline void gemm_tile(const Matrix& w, int tile, const Rows& x, int row, 
             }
             for (int n = 0; n < TILE; n++) {
                 const float scale = f16_to_f32(tile_scales(w, tile, g)[n]);
-                sum[n] = __builtin_fmaf((float)dot[n], scale * x.scales[i], sum[n]);
+                sum[n] = __builtin_fmaf((float)dot[n] * scale, x.scales[i], sum[n]);
                 if (KIND == Q4_1)
                     sum[n] = __builtin_fmaf(f16_to_f32(tile_minima(w, tile, g)[n]), x.scaled_sums[i], sum[n]);
             }

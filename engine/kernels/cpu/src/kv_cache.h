@@ -65,11 +65,10 @@ template <int TYPE>
 static inline F load_elements(const uint8_t* from, int first) {
     if (TYPE == KV_FP32) return f_load((const float*)from + first);
     if (TYPE == KV_BF16) return f_load_bf16((const uint16_t*)from + first);
-    if (TYPE == KV_FP16) return f_load_f16((const uint16_t*)from + first);
-    return f_load_i8((const int8_t*)from + first);
+    return f_load_f16((const uint16_t*)from + first);
 }
 
-// Tokens' elements as fp32 without the int8 scale, each with zeros up to a multiple of 16.
+// Tokens' elements as fp32, each with zeros up to a multiple of 16.
 template <int TYPE>
 static void widen_tokens(const uint8_t* from, int num_tokens, int head_dim, float* to) {
     const int bytes = head_dim * element_bytes(TYPE), padded = (head_dim + 15) / 16 * 16;
@@ -86,6 +85,5 @@ static void widen_tokens(const uint8_t* from, int num_tokens, int head_dim, floa
 static inline void widen_tokens(int type, const uint8_t* from, int num_tokens, int head_dim, float* to) {
     if (type == KV_FP32) widen_tokens<KV_FP32>(from, num_tokens, head_dim, to);
     else if (type == KV_BF16) widen_tokens<KV_BF16>(from, num_tokens, head_dim, to);
-    else if (type == KV_FP16) widen_tokens<KV_FP16>(from, num_tokens, head_dim, to);
-    else widen_tokens<KV_INT8>(from, num_tokens, head_dim, to);
+    else widen_tokens<KV_FP16>(from, num_tokens, head_dim, to);
 }

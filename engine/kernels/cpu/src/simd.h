@@ -12,6 +12,18 @@
 //   f_fold_four, f_join_four  f_fold_sum of 16 vectors at once, in two halves: with t[j] = f_fold_four(x[j], x[4 + j],
 //                             x[8 + j], x[12 + j]), lane i of f_join_four(t) is f_fold_sum(x[i])
 //   quantize_32(a, b, out)    32 values to int8, ties to even; returns the sum
+//
+// Products of 8-bit integers, for attention over an int8 cache. I is sixteen int32 lanes, B sixteen times four bytes. All
+// results are exact.
+//
+//   b_four(p)                 the same four bytes in every lane
+//   i_dot(sum, u, s)          adds to each lane the four products of u (0..127) and s (-127..127)
+//   i_dot_offset(sum, k, s)   the same of k - 128 and s, if the first `sum` is dot_start(sum of all s of a lane)
+//   split_digits(x, hi, lo)   whole numbers nearest to x (-16256..16383, ties to even) as 128 * hi + lo, lo in 0..127
+//   key_lines                 16 keys of `dim` bytes: line i is bytes 4i..4i+3 of each, plus 128
+//   value_lines               4 values of `dim` bytes: line i is bytes 16i..16i+15, each of all four together
+//
+// Both pad to `padded_dim` bytes, a multiple of 16, with what counts as 0.
 #pragma once
 
 #include <math.h>
@@ -20,6 +32,8 @@
 #include <string.h>
 
 #define NOT_INLINED __attribute__((noinline))  // large, called from several places: one copy is enough
+
+static inline int round_up(int x, int to) { return (x + to - 1) / to * to; }
 
 static inline float bf16_to_f32(uint16_t h) {
     const uint32_t bits = (uint32_t)h << 16;

@@ -3,6 +3,8 @@
 
 #include <immintrin.h>
 
+static const int32_t GEMM_START = 0;  // of integer sums, see the variant's gemm
+
 struct F {
     __m256 a, b;
 };
@@ -63,10 +65,6 @@ static inline __m256 load_eight_bf16(const uint16_t* p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
 static inline F f_load_bf16(const uint16_t* p) { return {load_eight_bf16(p), load_eight_bf16(p + 8)}; }
-static inline __m256 load_eight_i8(const int8_t* p) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
-}
-static inline F f_load_i8(const int8_t* p) { return {load_eight_i8(p), load_eight_i8(p + 8)}; }
 
 static inline float f_fold_sum(F x) {
     const __m256 x8 = _mm256_add_ps(x.a, x.b);
@@ -105,4 +103,110 @@ static inline int32_t quantize_32(F x, F y, int8_t* out) {
     __m128i s4 = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
     s4 = _mm_add_epi32(s4, _mm_shuffle_epi32(s4, 0x4E));
     return _mm_cvtsi128_si32(_mm_add_epi32(s4, _mm_shuffle_epi32(s4, 0xB1)));
+}
+
+// --- 8-bit products: see simd.h ---
+
+struct I {
+    __m256i a, b;
+};
+struct B {
+    __m256i a, b;
+};
+
+static inline I i_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+static inline I i_set(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+static inline B b_load(const void* p) {
+    return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
+}
+static inline B b_four(const void* p) {
+    int32_t word;
+    memcpy(&word, p, 4);
+    const __m256i four = _mm256_set1_epi32(word);
+    return {four, four};
+}
+#if defined(__AVXVNNI__)
+static inline int32_t dot_start(int32_t sum) { return -128 * sum; }
+static inline I i_dot(I sum, B small, B values) {
+    return {_mm256_dpbusd_avx_epi32(sum.a, small.a, values.a), _mm256_dpbusd_avx_epi32(sum.b, small.b, values.b)};
+}
+static inline I i_dot_offset(I sum, B offset, B values) { return i_dot(sum, offset, values); }
+#else
+// Two products of at most 127 * 127 stay below 2^15.
+static inline int32_t dot_start(int32_t) { return 0; }
+static inline __m256i dot_eight(__m256i sum, __m256i small, __m256i values) {
+    const __m256i products = _mm256_maddubs_epi16(small, values);
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(products, _mm256_set1_epi16(1)));
+}
+static inline I i_dot(I sum, B small, B values) {
+    return {dot_eight(sum.a, small.a, values.a), dot_eight(sum.b, small.b, values.b)};
+}
+static inline __m256i dot_eight_offset(__m256i sum, __m256i offset, __m256i values) {
+    const __m256i real = _mm256_xor_si256(offset, _mm256_set1_epi8((char)0x80));
+    return dot_eight(sum, _mm256_abs_epi8(real), _mm256_sign_epi8(values, real));
+}
+static inline I i_dot_offset(I sum, B offset, B values) {
+    return {dot_eight_offset(sum.a, offset.a, values.a), dot_eight_offset(sum.b, offset.b, values.b)};
+}
+#endif
+static inline I i_times_128(I x) { return {_mm256_slli_epi32(x.a, 7), _mm256_slli_epi32(x.b, 7)}; }
+static inline F i_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+static inline I i_add(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+
+static inline void pack_bytes(__m256i a, __m256i b, int8_t* out) {  // values that fit
+    const __m256i pairs = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xD8);
+    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+    _mm_storeu_si128((__m128i*)out, bytes);
+}
+static inline void split_digits(F x, int8_t* high, int8_t* low) {
+    const __m256i a = _mm256_cvtps_epi32(x.a), b = _mm256_cvtps_epi32(x.b), mask = _mm256_set1_epi32(127);
+    pack_bytes(_mm256_srai_epi32(a, 7), _mm256_srai_epi32(b, 7), high);
+    pack_bytes(_mm256_and_si256(a, mask), _mm256_and_si256(b, mask), low);
+}
+#include "lines_portable.h"
+
+// Word i of eight keys to `lines` + 64 i, for i in 0..7.
+static inline void eight_key_lines(const int8_t* const* keys, uint8_t* lines) {
+    __m256i r[8], p[8];
+    for (int k = 0; k < 8; k++)
+        r[k] = _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)keys[k]), _mm256_set1_epi8((char)0x80));
+    for (int k = 0; k < 8; k += 4) {
+        const __m256i ab = _mm256_unpacklo_epi32(r[k], r[k + 1]), ab2 = _mm256_unpackhi_epi32(r[k], r[k + 1]);
+        const __m256i cd = _mm256_unpacklo_epi32(r[k + 2], r[k + 3]), cd2 = _mm256_unpackhi_epi32(r[k + 2], r[k + 3]);
+        p[k] = _mm256_unpacklo_epi64(ab, cd), p[k + 1] = _mm256_unpackhi_epi64(ab, cd);
+        p[k + 2] = _mm256_unpacklo_epi64(ab2, cd2), p[k + 3] = _mm256_unpackhi_epi64(ab2, cd2);
+    }
+    for (int i = 0; i < 4; i++) {
+        _mm256_storeu_si256((__m256i*)(lines + i * 64), _mm256_permute2x128_si256(p[i], p[i + 4], 0x20));
+        _mm256_storeu_si256((__m256i*)(lines + (i + 4) * 64), _mm256_permute2x128_si256(p[i], p[i + 4], 0x31));
+    }
+}
+static inline void key_lines(const int8_t* const* keys, int dim, int padded_dim, uint8_t* lines) {
+    int first = 0;
+    for (; first + 32 <= dim; first += 32) {
+        for (int k = 0; k < 16; k += 8) {
+            const int8_t* part[8];
+            for (int i = 0; i < 8; i++) part[i] = keys[k + i] + first;
+            eight_key_lines(part, lines + first * 16 + k * 4);
+        }
+    }
+    key_lines_from(first, keys, dim, padded_dim, lines);
+}
+
+static inline void value_lines(const int8_t* const* values, int dim, int padded_dim, int8_t* lines) {
+    int first = 0;
+    for (; first + 32 <= dim; first += 32) {
+        __m256i v[4];
+        for (int k = 0; k < 4; k++) v[k] = _mm256_loadu_si256((const __m256i*)(values[k] + first));
+        const __m256i lo = _mm256_unpacklo_epi8(v[0], v[1]), hi = _mm256_unpackhi_epi8(v[0], v[1]);
+        const __m256i lo2 = _mm256_unpacklo_epi8(v[2], v[3]), hi2 = _mm256_unpackhi_epi8(v[2], v[3]);
+        v[0] = _mm256_unpacklo_epi16(lo, lo2), v[1] = _mm256_unpackhi_epi16(lo, lo2);
+        v[2] = _mm256_unpacklo_epi16(hi, hi2), v[3] = _mm256_unpackhi_epi16(hi, hi2);
+        __m256i* to = (__m256i*)(lines + first * 4);
+        for (int i = 0; i < 2; i++) {
+            _mm256_storeu_si256(to + i, _mm256_permute2x128_si256(v[2 * i], v[2 * i + 1], 0x20));
+            _mm256_storeu_si256(to + 2 + i, _mm256_permute2x128_si256(v[2 * i], v[2 * i + 1], 0x31));
+        }
+    }
+    value_lines_from(first, values, dim, padded_dim, lines);
 }

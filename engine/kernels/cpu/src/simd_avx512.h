@@ -3,6 +3,8 @@
 
 #include <immintrin.h>
 
+static const int32_t GEMM_START = 0x4B400000;  // of integer sums, see the variant's gemm
+
 struct F {
     __m512 v;
 };
@@ -37,9 +39,6 @@ static inline F f_load_bf16(const uint16_t* p) {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
-static inline F f_load_i8(const int8_t* p) {
-    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
-}
 
 static inline float f_fold_sum(F a) {
     const __m256 x8 = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
@@ -66,4 +65,85 @@ static inline int32_t quantize_32(F a, F b, int8_t* out) {
     _mm_storeu_si128((__m128i*)out, _mm512_cvtsepi32_epi8(x));
     _mm_storeu_si128((__m128i*)(out + 16), _mm512_cvtsepi32_epi8(y));
     return _mm512_reduce_add_epi32(_mm512_add_epi32(x, y));
+}
+
+// --- 8-bit products: see simd.h ---
+
+struct I {
+    __m512i v;
+};
+struct B {
+    __m512i v;
+};
+
+static inline I i_zero() { return {_mm512_setzero_si512()}; }
+static inline I i_set(int32_t x) { return {_mm512_set1_epi32(x)}; }
+static inline int32_t dot_start(int32_t sum) { return -128 * sum; }
+static inline B b_load(const void* p) { return {_mm512_loadu_si512(p)}; }
+static inline B b_four(const void* p) {
+    int32_t word;
+    memcpy(&word, p, 4);
+    return {_mm512_set1_epi32(word)};
+}
+static inline I i_dot(I sum, B small, B values) { return {_mm512_dpbusd_epi32(sum.v, small.v, values.v)}; }
+static inline I i_dot_offset(I sum, B offset, B values) { return i_dot(sum, offset, values); }
+static inline I i_times_128(I a) { return {_mm512_slli_epi32(a.v, 7)}; }
+static inline F i_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
+static inline I i_add(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
+
+static inline void split_digits(F x, int8_t* high, int8_t* low) {
+    const __m512i n = _mm512_cvtps_epi32(x.v);
+    _mm_storeu_si128((__m128i*)high, _mm512_cvtepi32_epi8(_mm512_srai_epi32(n, 7)));
+    _mm_storeu_si128((__m128i*)low, _mm512_cvtepi32_epi8(_mm512_and_si512(n, _mm512_set1_epi32(127))));
+}
+
+static inline __m512i b_load_n(const int8_t* p, int n) {
+    return n >= 64 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8(((__mmask64)1 << n) - 1, p);
+}
+
+// Transposes 4 x 4 squares: of 32-bit words in each 128-bit lane, then of the lanes.
+static inline void transpose_words(__m512i* a, __m512i* b, __m512i* c, __m512i* d) {
+    const __m512i ab = _mm512_unpacklo_epi32(*a, *b), ab2 = _mm512_unpackhi_epi32(*a, *b);
+    const __m512i cd = _mm512_unpacklo_epi32(*c, *d), cd2 = _mm512_unpackhi_epi32(*c, *d);
+    *a = _mm512_unpacklo_epi64(ab, cd), *b = _mm512_unpackhi_epi64(ab, cd);
+    *c = _mm512_unpacklo_epi64(ab2, cd2), *d = _mm512_unpackhi_epi64(ab2, cd2);
+}
+static inline void transpose_lanes(__m512i* a, __m512i* b, __m512i* c, __m512i* d) {
+    const __m512i ab = _mm512_shuffle_i32x4(*a, *b, 0x88), ab2 = _mm512_shuffle_i32x4(*a, *b, 0xDD);
+    const __m512i cd = _mm512_shuffle_i32x4(*c, *d, 0x88), cd2 = _mm512_shuffle_i32x4(*c, *d, 0xDD);
+    *a = _mm512_shuffle_i32x4(ab, cd, 0x88), *b = _mm512_shuffle_i32x4(ab2, cd2, 0x88);
+    *c = _mm512_shuffle_i32x4(ab, cd, 0xDD), *d = _mm512_shuffle_i32x4(ab2, cd2, 0xDD);
+}
+
+static inline void key_lines(const int8_t* const* keys, int dim, int padded_dim, uint8_t* lines) {
+    for (int first = 0; first < padded_dim; first += 64) {
+        const int words = padded_dim - first < 64 ? (padded_dim - first) / 4 : 16;
+        __m512i w[16];
+#pragma GCC unroll 16
+        for (int k = 0; k < 16; k++)
+            w[k] = _mm512_xor_si512(b_load_n(keys[k] + first, dim - first), _mm512_set1_epi8((char)0x80));
+#pragma GCC unroll 4
+        for (int k = 0; k < 16; k += 4) transpose_words(w + k, w + k + 1, w + k + 2, w + k + 3);
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) transpose_lanes(w + k, w + k + 4, w + k + 8, w + k + 12);
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++)
+            if (i < words) _mm512_storeu_si512(lines + (first / 4 + i) * 64, w[i]);
+    }
+}
+
+static inline void value_lines(const int8_t* const* values, int dim, int padded_dim, int8_t* lines) {
+    for (int first = 0; first < padded_dim; first += 64) {
+        const int num_lines = padded_dim - first < 64 ? (padded_dim - first) / 16 : 4;
+        __m512i v[4];
+        for (int k = 0; k < 4; k++) v[k] = b_load_n(values[k] + first, dim - first);
+        const __m512i lo = _mm512_unpacklo_epi8(v[0], v[1]), hi = _mm512_unpackhi_epi8(v[0], v[1]);
+        const __m512i lo2 = _mm512_unpacklo_epi8(v[2], v[3]), hi2 = _mm512_unpackhi_epi8(v[2], v[3]);
+        v[0] = _mm512_unpacklo_epi16(lo, lo2), v[1] = _mm512_unpackhi_epi16(lo, lo2);
+        v[2] = _mm512_unpacklo_epi16(hi, hi2), v[3] = _mm512_unpackhi_epi16(hi, hi2);
+        transpose_lanes(v, v + 1, v + 2, v + 3);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++)
+            if (i < num_lines) _mm512_storeu_si512(lines + (first / 16 + i) * 64, v[i]);
+    }
 }

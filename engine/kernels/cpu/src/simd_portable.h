@@ -1,6 +1,8 @@
 // Sixteen fp32 lanes in an array, for compilers to vectorise as they can. See simd.h for what every variant provides.
 #pragma once
 
+static const int32_t GEMM_START = 0;  // of integer sums, see the variant's gemm
+
 struct F {
     float v[16];
 };
@@ -68,9 +70,6 @@ static inline F f_load_f16(const uint16_t* p) {
 static inline F f_load_bf16(const uint16_t* p) {
     return f_map([&](int i) { return bf16_to_f32(p[i]); });
 }
-static inline F f_load_i8(const int8_t* p) {
-    return f_map([&](int i) { return (float)p[i]; });
-}
 
 static inline float f_fold_sum(F a) {
     for (int half = 8; half; half /= 2)
@@ -106,4 +105,65 @@ static inline int32_t quantize_32(F a, F b, int8_t* out) {
         sum += out[i];
     }
     return sum;
+}
+
+// --- 8-bit products: see simd.h ---
+
+struct I {
+    int32_t v[16];
+};
+struct B {
+    uint8_t v[64];
+};
+
+static inline I i_zero() { return I{{0}}; }
+static inline I i_set(int32_t x) {
+    I r;
+    for (int i = 0; i < 16; i++) r.v[i] = x;
+    return r;
+}
+static inline int32_t dot_start(int32_t sum) { return -128 * sum; }
+static inline B b_load(const void* p) {
+    B r;
+    memcpy(r.v, p, 64);
+    return r;
+}
+static inline B b_four(const void* p) {
+    B r;
+    for (int i = 0; i < 64; i += 4) memcpy(r.v + i, p, 4);
+    return r;
+}
+static inline I i_dot(I sum, B small, B values) {
+    for (int i = 0; i < 64; i++) sum.v[i / 4] += small.v[i] * (int8_t)values.v[i];
+    return sum;
+}
+static inline I i_dot_offset(I sum, B offset, B values) { return i_dot(sum, offset, values); }
+static inline I i_times_128(I a) {
+    for (int i = 0; i < 16; i++) a.v[i] *= 128;
+    return a;
+}
+static inline I i_add(I a, I b) {
+    for (int i = 0; i < 16; i++) a.v[i] += b.v[i];
+    return a;
+}
+static inline F i_float(I a) {
+    return f_map([&](int i) { return (float)a.v[i]; });
+}
+
+static inline void split_digits(F x, int8_t* high, int8_t* low) {
+    for (int i = 0; i < 16; i++) {
+        float y = x.v[i] > -16384.0f ? x.v[i] : -16384.0f;  // also takes NaN, whose conversion would be undefined
+        y = ((y < 16383.0f ? y : 16383.0f) + 12582912.0f) - 12582912.0f;
+        const int n = (int)y, l = n & 127;
+        high[i] = (int8_t)((n - l) / 128);
+        low[i] = (int8_t)l;
+    }
+}
+#include "lines_portable.h"
+
+static inline void key_lines(const int8_t* const* keys, int dim, int padded_dim, uint8_t* lines) {
+    key_lines_from(0, keys, dim, padded_dim, lines);
+}
+static inline void value_lines(const int8_t* const* values, int dim, int padded_dim, int8_t* lines) {
+    value_lines_from(0, values, dim, padded_dim, lines);
 }

@@ -37,8 +37,6 @@ struct Matrix {
     uint8_t* data;
 };
 
-static inline int round_up(int x, int to) { return (x + to - 1) / to * to; }
-
 static inline void matrix_shape(Matrix* m, int kind, int num_columns, int num_inputs) {
     m->kind = kind;
     m->num_columns = num_columns;

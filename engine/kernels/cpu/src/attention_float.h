@@ -1,16 +1,11 @@
-// The two loops of attention over the keys of a split: scores of a few queries, and the weighted sum of values.
+// Attention over a cache of floats: scores of a few queries, and the weighted sum of values.
 //
-// Keys and values are read as they are cached and widened in registers. attention.h says in which order sums are taken;
-// how many queries and lanes are in registers at once changes none of it.
+// Keys and values are widened in registers as they are read if few queries read them, else once for all, into the
+// scratch. attention.h says in which order sums are taken; how many queries and lanes are in registers at once changes
+// none of it.
 #pragma once
 
-#include <algorithm>
-
-#include "kv_cache.h"
-
-static const int SPLIT = 256;
-static const int RUN = 8;  // keys that surely lie together: the smallest block
-static const int NUM_RUNS = SPLIT / RUN;
+#include "attention_state.h"
 
 static const int RUNS_AHEAD = 4;  // asked for before their use, where little is computed on each
 
@@ -19,10 +14,6 @@ static const int SCORED_AT_ONCE = 3, WEIGHED_AT_ONCE = 6, LANES_AT_ONCE = 4;
 #else
 static const int SCORED_AT_ONCE = 1, WEIGHED_AT_ONCE = 3, LANES_AT_ONCE = 2;
 #endif
-
-static inline void prefetch(const uint8_t* from, int bytes) {
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
-}
 
 // CHUNKS is dim / 16, or 0 for any.
 template <int TYPE, int CHUNKS, int QUERIES>
@@ -104,5 +95,59 @@ static inline void weigh_values(int count, const float* weights, const uint8_t* 
     case Q: return weigh_all<TYPE, (Q <= WEIGHED_AT_ONCE ? Q : 1)>(weights, runs, dim, first, end, out);
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #undef CASE
+    }
+}
+
+// Find the runs that hold keys first..end-1 (offsets in the split); copy them as fp32 if `is_widened`.
+static void load_split(const LayerCache& c, const AttentionRows& rows, int padded_dim, int split, int first, int end,
+                       bool is_widened, AttentionScratch& s) {
+    const int first_run = first / 16 * 2, end_run = (end + 15) / 16 * 2;
+    for (int run = first_run; run < end_run; run++) {
+        // The last run may only fill a vector of scores: its keys are not seen, any will do.
+        const int position = split * SPLIT + (run * RUN < end ? run : run - 1) * RUN;
+        const int64_t block = rows.block_table[position / c.block_size];
+        const int offset = position % c.block_size;
+        s.key_runs[run] = cached_token(c, block, 0, rows.kv_head, offset);
+        s.value_runs[run] = cached_token(c, block, 1, rows.kv_head, offset);
+        if (is_widened) {
+            float *keys = s.keys + run * RUN * padded_dim, *values = s.values + run * RUN * padded_dim;
+            widen_tokens(c.type, s.key_runs[run], RUN, c.head_dim, keys);
+            widen_tokens(c.type, s.value_runs[run], RUN, c.head_dim, values);
+            s.key_runs[run] = (const uint8_t*)keys;
+            s.value_runs[run] = (const uint8_t*)values;
+        }
+    }
+}
+
+// One split of `attend`, of which the rows see keys first..end-1; TYPE is that of the runs.
+template <int TYPE>
+static NOT_INLINED void attend_split(const AttentionShape& shape, const AttentionRows& rows, int first, int end,
+                                     AttentionScratch& s) {
+    const int dim = shape.padded_dim, group = shape.group_size, queries = rows.num_rows * group;
+    const int run_bytes = RUN * dim * element_bytes(TYPE), end_run = (end + RUN - 1) / RUN;
+    const bool is_few = queries <= WEIGHED_AT_ONCE;
+    for (int run = first / RUN; is_few && run < std::min(end_run, first / RUN + RUNS_AHEAD); run++)
+        prefetch(s.key_runs[run], run_bytes);
+    for (int k = first / 16 * 16; k < end; k += 16) {
+        for (int run = k / RUN; is_few && run < k / RUN + 2; run++) {
+            if (run + RUNS_AHEAD < end_run) prefetch(s.key_runs[run + RUNS_AHEAD], run_bytes);
+            if (run < end_run) prefetch(s.value_runs[run], run_bytes);
+        }
+        for (int row = 0; row < rows.num_rows; row++) {
+            if (s.seen[row].first >= k + 16 || s.seen[row].end <= k) continue;
+            const float* query = rows.query + row * shape.row_stride;
+            for (int head = 0; head < group; head += SCORED_AT_ONCE)
+                score_16<TYPE>(std::min(SCORED_AT_ONCE, group - head), query + head * dim, dim, s.key_runs + k / RUN,
+                               s.weights + (row * group + head) * SPLIT + k);
+        }
+    }
+    for (int row = 0, q = 0; row < rows.num_rows; row++)
+        for (int head = 0; head < group; head++, q++)
+            soft_max(s.weights + q * SPLIT, s.seen[row], first, end, s.split_largest + q, s.split_total + q,
+                     [&](int k, F weights, int, int) { f_store(s.weights + q * SPLIT + k, weights); });
+    for (int q = 0; q < queries; q += WEIGHED_AT_ONCE) {
+        const int count = std::min(WEIGHED_AT_ONCE, queries - q);
+        const int from = s.seen[q / group].first, to = s.seen[(q + count - 1) / group].end;
+        weigh_values<TYPE>(count, s.weights + q * SPLIT, s.value_runs, dim, from, to, s.split_sums + q * dim);
     }
 }
