@@ -29,7 +29,7 @@ class Route:
     attempt: int
     """Goes into each output, so that the gateway can tell attempts apart."""
     on_output: Callable[[SequenceOutput], None] | None = None
-    """Called for each output before it is sent; must not raise."""
+    """Called for each output once it is on its way; must not raise."""
 
 
 class OutputRouter:
@@ -62,6 +62,7 @@ class OutputRouter:
     def deliver(self, outputs: list[SequenceOutput]) -> None:
         """Send a step's outputs to their sessions, one message each."""
         by_sink: dict[int, tuple[OutputSink, list[session_pb2.TokenOutput]]] = {}
+        observed: list[tuple[Callable[[SequenceOutput], None], SequenceOutput]] = []
         for output in outputs:
             route = self._routes.get(output.request_id)
             if route is None:
@@ -70,8 +71,11 @@ class OutputRouter:
                 del self._routes[output.request_id]
             by_sink.setdefault(id(route.sink), (route.sink, []))[1].append(output_to_proto(output, route.attempt))
             if route.on_output is not None:
-                route.on_output(output)
+                observed.append((route.on_output, output))
         for sink, messages in by_sink.values():
             sink.put_outputs(messages)
+        # Later, so that whoever sends the outputs runs before whoever goes on with other work because of them.
+        for on_output, output in observed:
+            on_output(output)
         if self._on_step is not None:
             self._on_step()
