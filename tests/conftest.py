@@ -4,6 +4,7 @@ Sets the environment before torch, grpc or any package of ours is imported. Fixt
 stay in that kind's own conftest; fakes are in tests/fakes.py.
 """
 
+import gc
 import os
 from collections.abc import AsyncIterator
 from importlib.util import find_spec
@@ -39,6 +40,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(_SLOW_TIMEOUT_S))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _settled_heap() -> None:
+    """Take what is alive out of the garbage collector's sight, once per module.
+
+    The leak check collects before and after each test; with torch and a thousand tests loaded that took a third of a
+    second each time, most of the suite's time. Now it looks only at what the module made.
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
