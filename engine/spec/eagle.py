@@ -74,33 +74,41 @@ class EagleDrafter:
     def propose(self, sequences: SequenceOf[Sequence], max_tokens: SequenceOf[int]) -> list[Proposal]:
         """See `Drafter.propose`."""
         proposals = [NO_PROPOSAL] * len(sequences)
-        lines = [
-            line
-            for index, (sequence, limit) in enumerate(zip(sequences, max_tokens, strict=True))
-            if (line := self._line(index, sequence, limit)) is not None
-        ]
-        if lines and self._pacer.is_worth_a_start(SOURCE, [line.sequence for line in lines]):
-            self._draft(lines)
-            for line in lines:
-                if line.token_ids:
-                    proposals[line.index] = line.proposal()
+        limits = {
+            index: limit
+            for index, (sequence, most) in enumerate(zip(sequences, max_tokens, strict=True))
+            if (limit := self._limit(sequence, most)) > 0
+        }
+        wanted = [sequences[index] for index in limits]
+        if not wanted or not self._pacer.is_worth_a_start(SOURCE, wanted):
+            return proposals
+        started = time.perf_counter()
+        self._follower.catch_up(wanted)
+        lines: list[_Line] = []
+        for index, limit in limits.items():
+            sequence = sequences[index]
+            features = self._follower.features_before(sequence.request_id, sequence.num_tokens - 1)
+            if features is not None:
+                lines.append(_Line(index, sequence, limit, features=features))
+        if lines:
+            self._draft(lines, started)
+        for line in lines:
+            if line.token_ids:
+                proposals[line.index] = line.proposal()
         return proposals
 
     def forget(self, request_id: RequestId) -> None:
         """See `Drafter.forget`; the follower is told by the engine."""
 
-    def _line(self, index: int, sequence: Sequence, limit: int) -> _Line | None:
-        """Return the beginning of a draft, or None where the head cannot draft."""
-        if limit < 1 or not self._follower.can_draft(sequence.request_id):
-            return None
-        position = sequence.num_tokens - 1
-        features = self._follower.features_before(sequence.request_id, position)
+    def _limit(self, sequence: Sequence, most: int) -> int:
+        """Return how many tokens may be drafted for a sequence."""
+        if most < 1 or not self._follower.can_draft(sequence.request_id):
+            return 0
         # The first row is the newest token's, whose slot the coming step needs anyway; others need slots behind it.
         num_slots = len(sequence.block_table) * self._follower.kv_cache.layout.block_size
-        limit = min(limit, num_slots - position)
-        return None if features is None or limit < 1 else _Line(index, sequence, limit, features=features)
+        return min(most, num_slots - (sequence.num_tokens - 1))
 
-    def _draft(self, lines: list[_Line]) -> None:
+    def _draft(self, lines: list[_Line], started: float) -> None:
         follower = self._follower
         rows = HeadRowsBatch(
             [line.sequence for line in lines], [line.limit for line in lines], follower.kv_cache.layout.block_size
@@ -108,13 +116,14 @@ class EagleDrafter:
         token_ids = [line.sequence.token_ids[-1] for line in lines]
         previous = torch.stack([line.features for line in lines])
         if len(lines) == 1 and is_plain_greedy(lines[0].sequence.sampling_params, lines[0].history()):
-            self._run(lines[0], rows.batch(token_ids), previous)
+            self._run(lines[0], rows.batch(token_ids), previous, started)
             return
         while True:
-            started = time.perf_counter()
             found = follower.head.draft(rows.batch(token_ids), previous, follower.kv_cache)
             self._add(lines, found)
-            self._pacer.observe_pass(time.perf_counter() - started)
+            now = time.perf_counter()
+            self._pacer.observe_pass(now - started)
+            started = now
             going_on = [row for row, line in enumerate(lines) if len(line.token_ids) < line.limit]
             reached = [(lines[row].sequence, lines[row].reach) for row in going_on]
             num_drafted = sum(len(line.token_ids) for line in lines)
@@ -125,12 +134,11 @@ class EagleDrafter:
             lines = [lines[row] for row in going_on]
             token_ids = [line.token_ids[-1] for line in lines]
 
-    def _run(self, line: _Line, batch: StepBatch, previous: Tensor) -> None:
+    def _run(self, line: _Line, batch: StepBatch, previous: Tensor, started: float) -> None:
         """Draft the likeliest tokens of the only sequence, in one call."""
         sequence, follower = line.sequence, self._follower
         chances = tuple(self._pacer.acceptance.chance(sequence.request_id, grade) for grade in _GRADES)
         limits = RunLimits(self._least_reach(sequence, line.limit), chances, self._stop_ids(sequence))
-        started = time.perf_counter()
         found = follower.head.run(batch, previous, follower.kv_cache, limits)
         self._pacer.observe_pass((time.perf_counter() - started) / len(found))
         for token_id, share in found:

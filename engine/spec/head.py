@@ -59,14 +59,14 @@ class DraftHead(Protocol):
         """Size of features."""
 
     def absorb(self, batch: StepBatch, taps: Tensor, carried: Tensor, kv_cache: KvCache) -> Tensor:
-        """Take in a step of the target: make features of its hidden states and write the head's K and V of its rows.
+        """Take in tokens that the target has computed: make features of them, and write the head's K and V.
 
-        Called once after each step of the target. Rows of drafts that turn out wrong are written like others, and
-        again when their positions come to be computed anew.
+        Rows of drafts that turn out wrong may be among them; they are written again when their positions are computed
+        anew.
 
         Args:
-            batch: The target's step.
-            taps: [num_tokens, number of tap layers, hidden_size] fp32, from it.
+            batch: The tokens, of one step of the target or several.
+            taps: [num_tokens, number of tap layers, hidden_size] fp32, from the target.
             carried: [num_seqs, hidden_size] fp32: features of the position before each sequence's first row; zeros at
                 position 0 and where they are not known.
             kv_cache: The target's, with one layer more.

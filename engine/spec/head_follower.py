@@ -1,8 +1,9 @@
 """HeadFollower: keeps a draft head's view of every sequence in step with the target.
 
-Behind each step of the target it lets the head absorb the step's hidden states, and remembers of each sequence the
-features of the newest token that stands: the head needs them to draft on, the next step to go on, and the hand-off to
-carry them. Drafts nothing; `eagle.py` does.
+The head absorbs the hidden states of all that stands, and of each sequence the features of its newest token are
+remembered: the head needs them to draft on and the hand-off to carry them. Prefill's are absorbed behind their step,
+since KV leaves then; a decoded token's wait until the head is to draft or a block is full and may be shared, so that a
+head that does not draft costs next to nothing. Drafts nothing; `eagle.py` does.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 
 from engine.errors import InvalidRequest
-from engine.model.batch import StepBatch
+from engine.model.batch import SequenceRows, StepBatch, build_batch
 from engine.model.interface import LayerTaps, TappedModel
 from engine.model.kv_cache import KvCache
 from engine.scheduler.plan import ScheduledChunk
+from engine.sequence import Sequence as EngineSequence
 from engine.spec.head import DraftHead
 from engine.types import RequestId
 
@@ -28,8 +30,25 @@ class _Newest:
     features: Tensor  # [hidden_size] fp32
 
 
+@dataclass(slots=True)
+class _Waiting:
+    """Tokens of a sequence that the head has yet to absorb: positions from `start` on."""
+
+    start: int
+    carried: Tensor  # [hidden_size] fp32, features of the position before
+    token_ids: list[int]
+    taps: list[Tensor]  # [tokens of a step, tap layers, hidden_size] fp32
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
 class HeadFollower:
-    """See the module. Lives on the engine's thread."""
+    """See the module. Lives on the engine's thread.
+
+    Invariant: tokens that wait are of the block after the last full one, so what others can share is absorbed.
+    """
 
     def __init__(self, model: TappedModel, head: DraftHead, kv_cache: KvCache) -> None:
         """Join a head to its target.
@@ -48,53 +67,102 @@ class HeadFollower:
         self.kv_cache = kv_cache
         self._model = model
         self._newest: dict[RequestId, _Newest] = {}
+        self._waiting: dict[RequestId, _Waiting] = {}
         self._strangers: set[RequestId] = set()
         self._step: Tensor | None = None
+        """Features of the rows of the step, where they were absorbed at once."""
+        self._taps = torch.empty(0)
 
     def forward(
         self, batch: StepBatch, chunks: Sequence[ScheduledChunk], on_layer: Callable[[int], None] | None
     ) -> Tensor:
-        """Run a step of the target, and the head behind it; returns the target's logits.
+        """Run a step of the target, and the head behind it where that cannot wait; returns the target's logits.
 
         Args:
             batch: The step.
             chunks: What its sequences are.
             on_layer: As in `LanguageModel.forward`; the head's layer is reported last.
         """
-        head, hidden_size = self.head, self.head.hidden_size
-        shape = (batch.token_ids.shape[0], len(head.tap_layers), hidden_size)
+        head = self.head
+        shape = (batch.token_ids.shape[0], len(head.tap_layers), head.hidden_size)
         taps = LayerTaps(head.tap_layers, torch.empty(shape, device=self._model.device))
         logits = self._model.forward(batch, self.kv_cache, on_layer, taps)
-        carried = torch.zeros(len(chunks), hidden_size, device=self._model.device)
-        for index, chunk in enumerate(chunks):
-            features = self.features_before(chunk.sequence.request_id, chunk.start)
-            if features is not None:
-                carried[index] = features
-            elif chunk.start == 0:
-                self._strangers.discard(chunk.sequence.request_id)
-        self._step = head.absorb(batch, taps.values, carried, self.kv_cache)
+        self._taps, self._step = taps.values, None
+        if not all(_is_decode(chunk) for chunk in chunks):
+            self._absorb_step(batch, chunks)
         if on_layer is not None:
             on_layer(self._model.config.num_layers)
         return logits
 
+    def _absorb_step(self, batch: StepBatch, chunks: Sequence[ScheduledChunk]) -> None:
+        self.catch_up([chunk.sequence for chunk in chunks if _is_decode(chunk)])
+        carried = torch.zeros(len(chunks), self.head.hidden_size, device=self._model.device)
+        for index, chunk in enumerate(chunks):
+            request_id = chunk.sequence.request_id
+            self._waiting.pop(request_id, None)  # of a sequence that was preempted and is computed anew
+            features = self.features_before(request_id, chunk.start)
+            if features is not None:
+                carried[index] = features
+            elif chunk.start == 0:
+                self._strangers.discard(request_id)
+        self._step = self.head.absorb(batch, self._taps, carried, self.kv_cache)
+
     def settle(self, chunks: Sequence[ScheduledChunk], num_accepted: Sequence[int]) -> None:
-        """Remember the newest features of each sequence of the step.
+        """Take in which tokens of the step stand.
 
         Args:
             chunks: As given to `forward`.
             num_accepted: How many drafts of each chunk were accepted.
         """
-        step, self._step = self._step, None
-        if step is None:
-            return
         row = 0
+        full: list[EngineSequence] = []
         for chunk, accepted in zip(chunks, num_accepted, strict=True):
-            features = step[row + chunk.num_tokens - 1 + accepted].clone()  # the step's other rows need not stay
-            self._newest[chunk.sequence.request_id] = _Newest(chunk.end + accepted, features)
+            request_id = chunk.sequence.request_id
+            if self._step is not None:
+                features = self._step[row + chunk.num_tokens - 1 + accepted].clone()  # the other rows need not stay
+                self._newest[request_id] = _Newest(chunk.end + accepted, features)
+            elif self.can_draft(request_id) and self._wait(chunk, accepted, row):
+                full.append(chunk.sequence)
             row += chunk.num_rows
+        self._step = None
+        self.catch_up(full)
+
+    def _wait(self, chunk: ScheduledChunk, num_accepted: int, row: int) -> bool:
+        """Let a decoded token and its accepted drafts wait; returns whether they fill a block."""
+        request_id = chunk.sequence.request_id
+        waiting = self._waiting.get(request_id)
+        if waiting is None or waiting.end != chunk.start:
+            carried = self.features_before(request_id, chunk.start)
+            if carried is None:
+                carried = torch.zeros(self.head.hidden_size, device=self._model.device)
+            waiting = self._waiting[request_id] = _Waiting(chunk.start, carried, [], [])
+        waiting.token_ids += [chunk.sequence.token_ids[chunk.start], *chunk.draft_token_ids[:num_accepted]]
+        waiting.taps.append(self._taps[row : row + 1 + num_accepted].clone())
+        block_size = self.kv_cache.layout.block_size
+        return waiting.end // block_size > waiting.start // block_size
+
+    def catch_up(self, sequences: Sequence[EngineSequence]) -> None:
+        """Let the head absorb what waits of these sequences, so that it can draft behind their newest tokens."""
+        parts: list[SequenceRows] = []
+        taken: list[tuple[RequestId, _Waiting]] = []
+        for sequence in sequences:
+            waiting = self._waiting.pop(sequence.request_id, None)
+            if waiting is not None and waiting.end <= len(sequence.block_table) * self.kv_cache.layout.block_size:
+                parts.append(SequenceRows(waiting.token_ids, waiting.start, sequence.block_table, 0))
+                taken.append((sequence.request_id, waiting))
+        if not taken:
+            return
+        batch = build_batch(parts, self.kv_cache.layout.block_size)
+        taps = torch.cat([values for _, waiting in taken for values in waiting.taps])
+        carried = torch.stack([waiting.carried for _, waiting in taken])
+        features = self.head.absorb(batch, taps, carried, self.kv_cache)
+        row = 0
+        for request_id, waiting in taken:
+            row += len(waiting.token_ids)
+            self._newest[request_id] = _Newest(waiting.end, features[row - 1].clone())
 
     def features_before(self, request_id: RequestId, position: int) -> Tensor | None:
-        """Return the features [hidden_size] of position - 1, or None when they are not known."""
+        """Return the features [hidden_size] of position - 1, or None when they are not known or wait: `catch_up`."""
         newest = self._newest.get(request_id)
         return newest.features if newest is not None and newest.num_tokens == position else None
 
@@ -128,4 +196,10 @@ class HeadFollower:
     def forget(self, request_id: RequestId) -> None:
         """Drop what is kept of a sequence that has ended. Unknown ids are ignored."""
         self._newest.pop(request_id, None)
+        self._waiting.pop(request_id, None)
         self._strangers.discard(request_id)
+
+
+def _is_decode(chunk: ScheduledChunk) -> bool:
+    """Whether a chunk's KV stays here and is not shared before its block is full."""
+    return chunk.num_tokens == 1 and chunk.samples and not chunk.sequence.is_handoff

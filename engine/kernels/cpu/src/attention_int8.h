@@ -24,12 +24,15 @@ static const int SCORED_TILES_AT_ONCE = 1, VALUE_LINES_AT_ONCE = 1;
 
 // Bring a query head into digits: every four of high ones, the four low ones behind, a block's queries side by side.
 static inline void quantize_query(const float* query, int padded_dim, int8_t* block, int index, Int8Query* out) {
+    float padded[MAX_HEAD_DIM];  // to whole 64s
     int8_t high[MAX_HEAD_DIM], low[MAX_HEAD_DIM];
     F lanes = f_zero();
     for (int i = 0; i < padded_dim; i += 16) lanes = f_max(lanes, f_abs(f_load(query + i)));
     const float largest = f_fold_max(lanes);
     const F inverse = f_set(largest > 0.0f ? QUERY_STEPS / largest : 0.0f);
-    for (int i = 0; i < padded_dim; i += 16) split_digits(f_load(query + i) * inverse, high + i, low + i);
+    memcpy(padded, query, (size_t)padded_dim * sizeof(float));
+    for (int i = padded_dim; i < round_up(padded_dim, 64); i += 16) f_store(padded + i, f_zero());
+    for (int i = 0; i < padded_dim; i += 64) split_digits_64(padded + i, inverse, high + i, low + i);
     int32_t sum_of_high = 0, sum_of_low = 0;
     for (int i = 0; i < padded_dim; i++) sum_of_high += high[i], sum_of_low += low[i];
     *out = {largest / QUERY_STEPS, dot_start(sum_of_high), dot_start(sum_of_low)};
@@ -112,8 +115,8 @@ static inline void soft_max_digits(float* scores, Range seen, int first, int end
     });
     const float largest = f_fold_max(most);
     const F inverse = f_set(largest > 0.0f ? WEIGHT_STEPS / largest : 0.0f);
-    for (int k = first / 16 * 16; k < end; k += 16)
-        split_digits(f_load(scores + k) * inverse, digits + k, digits + SPLIT + k);
+    // Whole 64s: what lies outside the bounds is never read.
+    for (int k = first / 64 * 64; k < end; k += 64) split_digits_64(scores + k, inverse, digits + k, digits + SPLIT + k);
     *step = largest / WEIGHT_STEPS;
 }
 

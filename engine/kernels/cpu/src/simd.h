@@ -19,7 +19,8 @@
 //   b_four(p)                 the same four bytes in every lane
 //   i_dot(sum, u, s)          adds to each lane the four products of u (0..127) and s (-127..127)
 //   i_dot_offset(sum, k, s)   the same of k - 128 and s, if the first `sum` is dot_start(sum of all s of a lane)
-//   split_digits(x, hi, lo)   whole numbers nearest to x (-16256..16383, ties to even) as 128 * hi + lo, lo in 0..127
+//   split_digits_64           64 values times a factor, rounded to whole numbers (-16256..16383, ties to even), as
+//                             128 * high + low with low in 0..127
 //   key_lines                 16 keys of `dim` bytes: line i is bytes 4i..4i+3 of each, plus 128
 //   value_lines               4 values of `dim` bytes: line i is bytes 16i..16i+15, each of all four together
 //

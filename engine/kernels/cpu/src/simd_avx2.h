@@ -163,6 +163,10 @@ static inline void split_digits(F x, int8_t* high, int8_t* low) {
     pack_bytes(_mm256_srai_epi32(a, 7), _mm256_srai_epi32(b, 7), high);
     pack_bytes(_mm256_and_si256(a, mask), _mm256_and_si256(b, mask), low);
 }
+static inline void split_digits_64(const float* x, F factor, int8_t* high, int8_t* low) {
+    for (int i = 0; i < 64; i += 16) split_digits(f_load(x + i) * factor, high + i, low + i);
+}
+
 #include "lines_portable.h"
 
 // Word i of eight keys to `lines` + 64 i, for i in 0..7.

@@ -91,10 +91,17 @@ static inline I i_times_128(I a) { return {_mm512_slli_epi32(a.v, 7)}; }
 static inline F i_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
 static inline I i_add(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
 
-static inline void split_digits(F x, int8_t* high, int8_t* low) {
-    const __m512i n = _mm512_cvtps_epi32(x.v);
-    _mm_storeu_si128((__m128i*)high, _mm512_cvtepi32_epi8(_mm512_srai_epi32(n, 7)));
-    _mm_storeu_si128((__m128i*)low, _mm512_cvtepi32_epi8(_mm512_and_si512(n, _mm512_set1_epi32(127))));
+static inline void split_digits_64(const float* x, F factor, int8_t* high, int8_t* low) {
+    __m512i n[4];
+    for (int i = 0; i < 4; i++) n[i] = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i * 16), factor.v));
+    const __m512i a = _mm512_packs_epi32(n[0], n[1]), b = _mm512_packs_epi32(n[2], n[3]);
+    const __m512i mask = _mm512_set1_epi16(127);
+    const __m512i h = _mm512_packs_epi16(_mm512_srai_epi16(a, 7), _mm512_srai_epi16(b, 7));
+    const __m512i l = _mm512_packs_epi16(_mm512_and_si512(a, mask), _mm512_and_si512(b, mask));
+    // Packing goes by 128-bit lanes: four bytes of each n side by side.
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_storeu_si512(high, _mm512_permutexvar_epi32(order, h));
+    _mm512_storeu_si512(low, _mm512_permutexvar_epi32(order, l));
 }
 
 static inline __m512i b_load_n(const int8_t* p, int n) {

@@ -159,6 +159,10 @@ static inline void split_digits(F x, int8_t* high, int8_t* low) {
         low[i] = (int8_t)l;
     }
 }
+static inline void split_digits_64(const float* x, F factor, int8_t* high, int8_t* low) {
+    for (int i = 0; i < 64; i += 16) split_digits(f_load(x + i) * factor, high + i, low + i);
+}
+
 #include "lines_portable.h"
 
 static inline void key_lines(const int8_t* const* keys, int dim, int padded_dim, uint8_t* lines) {
