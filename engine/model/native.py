@@ -6,6 +6,7 @@ or in a batch, in one chunk or many, decoded or verified, with any number of thr
 """
 
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -92,7 +93,7 @@ class NativeModel:
         if num_rows == 0:
             return logits
         batch = on_host(batch)
-        tap_layers = torch.tensor(taps.layers, dtype=torch.int32) if taps is not None else None
+        tap_layers = _layer_array(taps.layers) if taps is not None else None
         pointers = step_pointers(
             batch,
             logits,
@@ -138,6 +139,11 @@ class NativeModel:
             block_size=layout.block_size,
             num_blocks=kv_cache.num_blocks,
         )
+
+
+@cache
+def _layer_array(layers: tuple[int, ...]) -> Tensor:
+    return torch.tensor(layers, dtype=torch.int32)
 
 
 def on_host(batch: StepBatch) -> StepBatch:
