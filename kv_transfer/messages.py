@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import Final
 
-from engine.cache.layout import KvDtype, KvLayout  # type: ignore[attr-defined]  # the only way to it from here
+from engine.cache.layout import KvDtype, KvLayout
 from engine.errors import (
     CapacityError,
     ChecksumMismatch,

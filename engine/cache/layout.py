@@ -12,6 +12,8 @@ import xxhash
 from engine.config import KvDtype, ModelConfig
 from engine.errors import LayoutMismatch
 
+__all__ = ["KvDtype", "KvLayout"]  # the transfer layer knows cached KV from here only
+
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
