@@ -83,7 +83,8 @@ class EagleDrafter:
         if not wanted or not self._pacer.is_worth_a_start(SOURCE, wanted):
             return proposals
         started = time.perf_counter()
-        self._follower.catch_up(wanted)
+        if self._follower.catch_up(wanted) > 1:
+            started = time.perf_counter()  # after a pause; where the head drafts in each step, only one has to be absorbed
         lines: list[_Line] = []
         for index, limit in limits.items():
             sequence = sequences[index]

@@ -141,8 +141,12 @@ class HeadFollower:
         block_size = self.kv_cache.layout.block_size
         return waiting.end // block_size > waiting.start // block_size
 
-    def catch_up(self, sequences: Sequence[EngineSequence]) -> None:
-        """Let the head absorb what waits of these sequences, so that it can draft behind their newest tokens."""
+    def catch_up(self, sequences: Sequence[EngineSequence]) -> int:
+        """Let the head absorb what waits of these sequences, so that it can draft behind their newest tokens.
+
+        Returns:
+            The most steps that one of them had waited for.
+        """
         parts: list[SequenceRows] = []
         taken: list[tuple[RequestId, _Waiting]] = []
         for sequence in sequences:
@@ -151,7 +155,7 @@ class HeadFollower:
                 parts.append(SequenceRows(waiting.token_ids, waiting.start, sequence.block_table, 0))
                 taken.append((sequence.request_id, waiting))
         if not taken:
-            return
+            return 0
         batch = build_batch(parts, self.kv_cache.layout.block_size)
         taps = torch.cat([values for _, waiting in taken for values in waiting.taps])
         carried = torch.stack([waiting.carried for _, waiting in taken])
@@ -160,6 +164,7 @@ class HeadFollower:
         for request_id, waiting in taken:
             row += len(waiting.token_ids)
             self._newest[request_id] = _Newest(waiting.end, features[row - 1].clone())
+        return max(len(waiting.taps) for _, waiting in taken)
 
     def features_before(self, request_id: RequestId, position: int) -> Tensor | None:
         """Return the features [hidden_size] of position - 1, or None when they are not known or wait: `catch_up`."""

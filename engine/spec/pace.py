@@ -21,9 +21,13 @@ EXPLORE_EVERY = 32
 """When nothing is worth a row, the best guess gets one every so many steps, or it would never be known to be better."""
 MAX_WAIT = 1024
 """Longest wait, in steps, between two tries of a drafter that did not pay."""
+_START_MARGIN = 1.2
+"""What drafting must promise over its cost to begin: a draft that hardly pays is lost where chances turn out worse."""
 _NUM_PASSES = 9
 _NUM_LOOKED_AHEAD = 8
 _LEAST_CHANCE_EVERY = 8
+_PLAIN_STEPS_OBSERVED_EVERY = 4
+"""Steps without drafts are the most, and all alike."""
 _LEAST_CHANCES = 0.02, 0.5
 
 
@@ -71,6 +75,9 @@ class DraftPacer:
 
     def observe_step(self, plan: StepPlan, seconds: float) -> None:
         """Take in what a step took; steps with prefill chunks say nothing about draft rows."""
+        has_drafts = any(chunk.draft_token_ids for chunk in plan.chunks)
+        if not has_drafts and self._num_steps % _PLAIN_STEPS_OBSERVED_EVERY:
+            return
         if all(chunk.num_tokens == 1 for chunk in plan.chunks):
             self.cost.observe(StepLoad.of_plan(plan), seconds)
 
@@ -84,18 +91,21 @@ class DraftPacer:
         The waits between such tries double while they fail, so that a drafter that never pays costs nothing.
         """
         wait = self._waits.setdefault(source, _Wait())
-        if self.is_worth_a_pass(source, [(sequence, 1.0) for sequence in sequences]):
+        if self.is_worth_a_pass(source, [(sequence, 1.0) for sequence in sequences], margin=_START_MARGIN):
             wait.reset()
             return True
         return wait.is_over()
 
-    def is_worth_a_pass(self, source: str, reached: SequenceOf[tuple[Sequence, float]], num_drafted: int = 0) -> bool:
+    def is_worth_a_pass(
+        self, source: str, reached: SequenceOf[tuple[Sequence, float]], num_drafted: int = 0, margin: float = 1.0
+    ) -> bool:
         """Return whether one more token for each of these sequences would bring more than drafting it takes.
 
         Args:
             source: Whose guesses they are.
             reached: The sequences, and the chance that all that was drafted for each so far is accepted.
             num_drafted: Tokens drafted for them so far, whose rows come before these.
+            margin: How many times as much it must bring.
         """
         tokens = sum(chance * self.acceptance.typical(sequence.request_id, source) for sequence, chance in reached)
         context = sum(sequence.num_tokens for sequence, _ in reached)
@@ -105,7 +115,7 @@ class DraftPacer:
         rows = self.cost.seconds(StepLoad(before + len(reached), context, pairs + context)) - alone
         passes = statistics.median(self._passes) if self._passes else 0.0
         per_token = self._seconds_per_token or alone / max(len(reached), 1)
-        return tokens * per_token > passes + rows
+        return tokens * per_token > margin * (passes + rows)
 
     def forget(self, request_id: RequestId) -> None:
         """Drop what is kept of a sequence that has ended."""
@@ -125,11 +135,14 @@ class DraftPacer:
         """
         if not sequences:
             return []
+        is_time_to_look = self._num_steps % _LEAST_CHANCE_EVERY == 0 or len(sequences) != self._num_sequences
+        self._num_steps += 1
+        if not is_time_to_look and not any(proposal.evidence for proposal in proposals):
+            return [0] * len(sequences)
         lengths = [sequence.num_tokens for sequence in sequences]
         load = StepLoad(len(sequences), sum(lengths))
-        if self._num_steps % _LEAST_CHANCE_EVERY == 0 or load.num_rows != self._num_sequences:
+        if is_time_to_look:
             self._set_least_chance(load)
-        self._num_steps += 1
         self._num_sequences = load.num_rows
         rows: list[tuple[float, int]] = []
         best: tuple[float, int] | None = None
