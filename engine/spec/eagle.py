@@ -84,7 +84,7 @@ class EagleDrafter:
             return proposals
         started = time.perf_counter()
         if self._follower.catch_up(wanted) > 1:
-            started = time.perf_counter()  # after a pause; where the head drafts in each step, only one has to be absorbed
+            started = time.perf_counter()  # it caught up after a pause; drafting in each step, it has one to absorb
         lines: list[_Line] = []
         for index, limit in limits.items():
             sequence = sequences[index]
