@@ -68,8 +68,9 @@ def target_tokens(logits: NDArray[np.float32], items: Sequence[VerifyItem], rows
                 targets[row] = token_id if np.isfinite(processed[token_id]) else None
             else:
                 draws.append((row, Draw(processed, request.params, len(history.token_ids))))
-    for (row, _), drawn in zip(draws, rows.draw([one for _, one in draws]), strict=True):
-        targets[row] = drawn
+    if draws:
+        for (row, _), drawn in zip(draws, rows.draw([one for _, one in draws]), strict=True):
+            targets[row] = drawn
     return targets
 
 

@@ -97,7 +97,11 @@ class NativeSampler:
         library.kvr_sampler_free.restype, library.kvr_sampler_free.argtypes = None, (pointer,)
         library.kvr_draw.restype, library.kvr_draw.argtypes = None, (pointer, pointer, i32)
         library.kvr_logprobs.restype, library.kvr_logprobs.argtypes = None, (pointer, pointer, i32)
-        library.kvr_best.restype, library.kvr_best.argtypes = None, (pointer, pointer, i32, i32, pointer)
+        # Tens of microseconds, so the interpreter's lock is kept: getting it back from the event loop's thread would
+        # take longer.
+        locked = ctypes.PyDLL(library._name)
+        locked.kvr_best.restype, locked.kvr_best.argtypes = None, (pointer, pointer, i32, i32, pointer)
+        self._best = locked.kvr_best
         self._library = library
         self._sampler = library.kvr_sampler_new(num_threads)
         if not self._sampler:
@@ -108,7 +112,7 @@ class NativeSampler:
         """Return where each row of [rows, vocab_size] is largest, the first of equals; None: NaN, or infinite."""
         logits = np.ascontiguousarray(logits, np.float32)
         best = np.empty(len(logits), np.int32)
-        self._library.kvr_best(self._sampler, logits.ctypes.data, *logits.shape, best.ctypes.data)
+        self._best(self._sampler, logits.ctypes.data, *logits.shape, best.ctypes.data)
         return [token if token >= 0 else None for token in best.tolist()]
 
     def draw(self, draws: Sequence[RowDraw]) -> list[RowToken]:
