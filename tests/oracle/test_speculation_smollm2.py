@@ -113,7 +113,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
         return [min(len(proposal.token_ids), 7) for proposal in proposals]
 
     monkeypatch.setattr(DraftPacer, "choose", choose)
-    monkeypatch.setattr(DraftPacer, "is_worth_a_pass", lambda *_: True)
+    monkeypatch.setattr(DraftPacer, "is_worth_a_pass", lambda *_, **__: True)
 
 
 @pytest.mark.usefixtures("eager")
@@ -138,6 +138,11 @@ def test_target_as_its_own_drafter_is_accepted_always(tokenizer: Tokenizer) -> N
 
 @pytest.mark.soak
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_two_hundred_questions_get_the_tokens_of_plain_decoding(drafter: str, tokenizer: Tokenizer) -> None:
-    _, accepted = check_same_tokens(make_engine(drafter), batches_of(spread(200), tokenizer))
-    assert accepted > 100  # in batches of 16 little is drafted; what counts is that some was
+def test_two_hundred_questions_get_the_tokens_of_plain_decoding(
+    drafter: str, tokenizer: Tokenizer, request: pytest.FixtureRequest
+) -> None:
+    if drafter == "eagle":  # in batches of 16 its drafts do not pay, so it would make none
+        request.getfixturevalue("eager")
+    drafted, accepted = check_same_tokens(make_engine(drafter), batches_of(spread(200), tokenizer))
+    assert accepted > 100  # by the others little is drafted; what counts is that some was
+    assert drafted > accepted
