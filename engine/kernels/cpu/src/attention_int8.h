@@ -14,7 +14,7 @@
 static const float QUERY_STEPS = 16256.0f;   // 127 * 128
 static const float WEIGHT_STEPS = 16383.0f;  // 127 * 128 + 127
 
-static const int KEYS_AHEAD = 64;
+static const int KEYS_AHEAD = 64;  // asked for before their use
 
 #if defined(__AVX512F__)
 static const int SCORED_TILES_AT_ONCE = 2, VALUE_LINES_AT_ONCE = 4;
@@ -200,6 +200,7 @@ static void load_lines(const LayerCache& c, const AttentionRows& rows, int padde
     }
 }
 
+// Keys first..end-1 of a split for a block of queries.
 template <int QUERIES>
 static NOT_INLINED void attend_block(const AttentionShape& shape, int first_query, int first, int end,
                                      AttentionScratch& s) {

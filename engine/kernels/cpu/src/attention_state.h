@@ -63,7 +63,7 @@ struct AttentionScratch {
     float key_scales[SPLIT], value_scales[SPLIT];
     int8_t* query_digits;  // [queries / QUERY_BLOCK, padded_dim / 4, QUERY_BLOCK, 2, 4]
     Int8Query* int8_queries;
-    int8_t* weight_digits;      // [QUERY_BLOCK, 2, SPLIT]
+    int8_t* weight_digits;  // [QUERY_BLOCK, 2, SPLIT]
     float weight_steps[QUERY_BLOCK];
 };
 
