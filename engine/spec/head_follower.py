@@ -137,7 +137,8 @@ class HeadFollower:
                 carried = torch.zeros(self.head.hidden_size, device=self._model.device)
             waiting = self._waiting[request_id] = _Waiting(chunk.start, carried, [], [])
         waiting.token_ids += [chunk.sequence.token_ids[chunk.start], *chunk.draft_token_ids[:num_accepted]]
-        waiting.taps.append(self._taps[row : row + 1 + num_accepted])
+        taps = self._taps[row : row + 1 + num_accepted]
+        waiting.taps.append(taps.clone() if chunk.draft_token_ids else taps)  # rejected drafts' rows need not stay
         block_size = self.kv_cache.layout.block_size
         return waiting.end // block_size > waiting.start // block_size
 
