@@ -1,7 +1,7 @@
 """A draft head is invisible: tokens are those of plain decoding for every sampling field, batch mix and memory."""
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,8 +9,9 @@ import gguf
 import pytest
 
 from engine.config import KvDtype, SchedulerConfig
-from engine.types import EngineRequest
-from tests.drafting import make_drafting, make_plain
+from engine.sequence import Sequence as EngineSequence
+from engine.types import EngineRequest, RequestId
+from tests.drafting import EagerPacer, make_drafting, make_plain
 from tests.engine_driver import arriving, make_request, run_alone, run_to_end
 from tests.oracle.test_speculation_ladder import FIELDS
 from tests.tiny_models import write_tiny_gguf
@@ -95,6 +96,37 @@ def test_drafts_are_the_same_after_a_chunked_prefill(quantized: FolderOf) -> Non
         counts.append((drafting.speculation.num_draft_tokens, drafting.speculation.num_accepted_tokens))
     # The smaller budget cuts no draft: 1 + 5 rows fit into 7.
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("first_draft_at", [17, 50])
+def test_drafts_are_the_same_after_a_pause(
+    quantized: FolderOf, monkeypatch: pytest.MonkeyPatch, first_draft_at: int
+) -> None:
+    """A head that catches up on many steps at once drafts what it would have drafted after each of them."""
+
+    def drafts_by_length(start: int) -> dict[int, tuple[int, ...]]:
+        drafting = make_drafting(quantized("llama"))
+        monkeypatch.setattr(EagerPacer, "is_worth_a_start", lambda _, __, sequences: sequences[0].num_tokens >= start)
+        propose, found = drafting.speculation.propose, {}
+
+        def observe(sequences: Sequence[EngineSequence]) -> dict[RequestId, tuple[int, ...]]:
+            proposed = propose(sequences)
+            if sequences and proposed:
+                found[sequences[0].num_tokens] = proposed[sequences[0].request_id]
+            return proposed
+
+        monkeypatch.setattr(drafting.speculation, "propose", observe)
+        drafting.engine.add(make_request(1, range(5, 14), max_tokens=70, ignore_eos=True))
+        run_to_end(drafting.engine)
+        return found
+
+    always, later = drafts_by_length(0), drafts_by_length(first_draft_at)
+    assert min(always) < min(later) == first_draft_at
+    common = always.keys() & later.keys()
+    assert len(common) > 10
+    # How many are drafted is a matter of what was learned by then.
+    shared = {length: min(len(always[length]), len(later[length])) for length in common}
+    assert all(always[length][:count] == later[length][:count] for length, count in shared.items())
 
 
 def test_a_cached_prefix_is_drafted_for_too(tiny_folder: FolderOf) -> None:
