@@ -35,7 +35,7 @@ FolderOf = Callable[[str], Path]
 class AlwaysEager(Eager):
     """Drafts as far as the limit goes, whatever a pass takes."""
 
-    def is_worth_a_pass(self, *_: Any) -> bool:
+    def is_worth_a_pass(self, *_: Any, **__: Any) -> bool:
         return True
 
 
