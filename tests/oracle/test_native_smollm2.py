@@ -1,6 +1,5 @@
 """The native model on a real checkpoint: the same bits in every way to compute them, and hardly worse than fp32."""
 
-import json
 import math
 import os
 import time
@@ -13,6 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from benchmarks.common.data import spec_bench_questions
 from engine.config import KvDtype
 from engine.kernels.cpu.library import load_library
 from engine.model.interface import LanguageModel
@@ -22,7 +22,6 @@ from tests.oracle.mini_driver import MiniDriver
 from tests.oracle.native_runs import each_way
 
 TEXT = Path(__file__).parents[1] / "data" / "walk.txt"
-SPEC_BENCH = Path(__file__).parents[2] / "benchmarks" / "data" / "spec_bench.jsonl"
 NUM_ARTICLES = 6
 MAX_PERPLEXITY_COST = 0.005
 NUM_NEW_TOKENS = 24
@@ -103,9 +102,7 @@ def test_greedy_answers_in_a_batch_equal_single_ones(
 
 def natural_texts(tokenizer: Tokenizer, text_ids: Sequence[int]) -> list[list[int]]:
     """Enough text that chance moves its perplexity by 0.1 %, not by the 0.25 % of one page."""
-    lines = SPEC_BENCH.read_text(encoding="utf-8").splitlines()
-    questions = [json.loads(line) for line in lines]
-    articles = [question["turns"][0] for question in questions if question["category"] == "summarization"]
+    articles = [question.turns[0] for question in spec_bench_questions() if question.category == "summarization"]
     return [list(text_ids), *(tokenizer.encode(article).ids for article in articles[:NUM_ARTICLES])]
 
 

@@ -125,7 +125,7 @@ static inline void weigh_some(const AttentionScratch& s, int padded_dim, int lan
     const int8_t *lines = s.value_lines, *digits = s.weight_digits;
     I high[QUERIES][LINES], low[QUERIES][LINES];
     for (int q = 0; q < QUERIES; q++)
-        for (int l = 0; l < LINES; l++) high[q][l] = low[q][l] = i_zero();
+        for (int l = 0; l < LINES; l++) high[q][l] = low[q][l] = i_set(0);
 #pragma GCC unroll 4
     for (int k = first / 4 * 4; k < end; k += 4) {
         B values[LINES];
@@ -179,10 +179,11 @@ static inline void prefetch_keys(const LayerCache& c, const AttentionRows& rows,
 // Bring keys first..end-1 (offsets in the split) into lines, and their scales together.
 static void load_lines(const LayerCache& c, const AttentionRows& rows, int padded_dim, int split, int first, int end,
                        AttentionScratch& s) {
-    const int start = split * SPLIT, ahead = KEYS_AHEAD;
-    prefetch_keys(c, rows, start + first, start + std::min(end, first + ahead));
+    const int start = split * SPLIT;
+    prefetch_keys(c, rows, start + first, start + std::min(end, first + KEYS_AHEAD));
     for (int tile = first / 16 * 16; tile < end; tile += 16) {
-        prefetch_keys(c, rows, start + std::min(end, tile + ahead), start + std::min(end, tile + ahead + 16));
+        const int ahead = tile + KEYS_AHEAD;
+        prefetch_keys(c, rows, start + std::min(end, ahead), start + std::min(end, ahead + 16));
         const int8_t *keys[16], *values[16];
         for (int offset = 0; offset < 16; offset += RUN) {
             // The second run may be beyond the end: its keys are not seen, any will do.

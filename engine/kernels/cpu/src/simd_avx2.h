@@ -114,7 +114,6 @@ struct B {
     __m256i a, b;
 };
 
-static inline I i_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 static inline I i_set(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 static inline B b_load(const void* p) {
     return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
@@ -163,11 +162,7 @@ static inline void split_digits(F x, int8_t* high, int8_t* low) {
     pack_bytes(_mm256_srai_epi32(a, 7), _mm256_srai_epi32(b, 7), high);
     pack_bytes(_mm256_and_si256(a, mask), _mm256_and_si256(b, mask), low);
 }
-static inline void split_digits_64(const float* x, F factor, int8_t* high, int8_t* low) {
-    for (int i = 0; i < 64; i += 16) split_digits(f_load(x + i) * factor, high + i, low + i);
-}
-
-#include "lines_portable.h"
+#include "int8_shared.h"
 
 // Word i of eight keys to `lines` + 64 i, for i in 0..7.
 static inline void eight_key_lines(const int8_t* const* keys, uint8_t* lines) {

@@ -76,7 +76,6 @@ struct B {
     __m512i v;
 };
 
-static inline I i_zero() { return {_mm512_setzero_si512()}; }
 static inline I i_set(int32_t x) { return {_mm512_set1_epi32(x)}; }
 static inline int32_t dot_start(int32_t sum) { return -128 * sum; }
 static inline B b_load(const void* p) { return {_mm512_loadu_si512(p)}; }

@@ -116,7 +116,6 @@ struct B {
     uint8_t v[64];
 };
 
-static inline I i_zero() { return I{{0}}; }
 static inline I i_set(int32_t x) {
     I r;
     for (int i = 0; i < 16; i++) r.v[i] = x;
@@ -159,11 +158,7 @@ static inline void split_digits(F x, int8_t* high, int8_t* low) {
         low[i] = (int8_t)l;
     }
 }
-static inline void split_digits_64(const float* x, F factor, int8_t* high, int8_t* low) {
-    for (int i = 0; i < 64; i += 16) split_digits(f_load(x + i) * factor, high + i, low + i);
-}
-
-#include "lines_portable.h"
+#include "int8_shared.h"
 
 static inline void key_lines(const int8_t* const* keys, int dim, int padded_dim, uint8_t* lines) {
     key_lines_from(0, keys, dim, padded_dim, lines);

@@ -1,6 +1,10 @@
-// Keys and values of an int8 cache in the order in which attention multiplies them, word by word from `first` on: all of
-// them, or what a variant leaves. See simd.h.
+// Operations on 8-bit integers that variants share, see simd.h. Keys and values are brought into lines word by word from
+// `first` on: all of them, or what a variant leaves.
 #pragma once
+
+static inline void split_digits_64(const float* x, F factor, int8_t* high, int8_t* low) {
+    for (int i = 0; i < 64; i += 16) split_digits(f_load(x + i) * factor, high + i, low + i);
+}
 
 static inline void key_lines_from(int first, const int8_t* const* keys, int dim, int padded_dim, uint8_t* lines) {
     for (int key = 0; key < 16; key++) {
