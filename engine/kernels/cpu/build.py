@@ -62,8 +62,8 @@ _FEATURES = {
     Isa.PORTABLE: frozenset[str](),
 }
 """Compiler names of the features that a variant needs, best variant first."""
-_EXTRA_FEATURES = {Isa.AVX512VNNI: frozenset({"gfni"})}
-"""Those that a variant uses where they are; the first CPUs with AVX512-VNNI lack this one."""
+_EXTRA_FEATURES = {(Isa.AVX512VNNI, "GenuineIntel"): frozenset({"gfni"})}
+"""Those that a variant uses where they are, by the CPU's maker. Zen 4 has gfni, too, but in its product units."""
 _KERNEL_NAMES = {"avxvnni": "avx_vnni", "avx512vnni": "avx512_vnni"}
 """Where /proc/cpuinfo spells a feature otherwise."""
 
@@ -91,7 +91,8 @@ def build_library(isa: Isa) -> Path:
         KernelsUnavailable: There is no compiler, it fails, or the cache cannot be used.
     """
     compiler = _compiler()
-    features = _FEATURES[isa] | (_EXTRA_FEATURES.get(isa, frozenset()) & _cpu_flags())
+    extra = _EXTRA_FEATURES.get((isa, _cpu_info().get("vendor_id", "")), frozenset[str]())
+    features = _FEATURES[isa] | (extra & _cpu_flags())
     command = [compiler, *_FLAGS, *(f"-m{name}" for name in sorted(features)), str(SOURCES / "api.cpp")]
     key = _fingerprint(compiler, command)
     try:
@@ -181,10 +182,17 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _cpu_flags() -> frozenset[str]:
     """Features of the CPU as the kernel names them; empty where there are no variants for the machine."""
+    return frozenset(_cpu_info().get("flags", "").split())
+
+
+@cache
+def _cpu_info() -> dict[str, str]:
+    """What the kernel says of the first core, by name; empty where there are no variants for the machine."""
     if platform.machine() not in ("x86_64", "AMD64"):
-        return frozenset()
+        return {}
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        first_core = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n", 1)[0]
     except OSError:
-        return frozenset()
-    return frozenset(next((line.split(":", 1)[1] for line in lines if line.startswith("flags")), "").split())
+        return {}
+    lines = (line.partition(":") for line in first_core.splitlines())
+    return {name.strip(): value.strip() for name, _, value in lines}

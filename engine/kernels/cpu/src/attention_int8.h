@@ -166,24 +166,24 @@ static inline Int8Run int8_run(const LayerCache& c, const AttentionRows& rows, i
 }
 
 // Ask for keys first..end-1 (positions): a step that computes little on each would wait for them one by one.
-static inline void prefetch_keys(const LayerCache& c, const AttentionRows& rows, int first, int end) {
+static ALWAYS_INLINED void prefetch_keys(const LayerCache& c, const AttentionRows& rows, int first, int end) {
     for (int position = first / RUN * RUN; position < end; position += RUN) {
         const Int8Run run = int8_run(c, rows, position);
         prefetch((const uint8_t*)run.keys, RUN * c.head_dim);
         prefetch((const uint8_t*)run.values, RUN * c.head_dim);
-        __builtin_prefetch(run.key_scales);
-        __builtin_prefetch(run.value_scales);
+        __builtin_prefetch(run.key_scales, 0, 2);
+        __builtin_prefetch(run.value_scales, 0, 2);
     }
 }
 
-// Bring keys first..end-1 (offsets in the split) into lines, and their scales together.
+// Bring keys first..end-1 (offsets in the split) into lines, and their scales together. Keys up to position `last_end`,
+// which are wanted next, are asked for meanwhile.
 static void load_lines(const LayerCache& c, const AttentionRows& rows, int padded_dim, int split, int first, int end,
-                       AttentionScratch& s) {
+                       int last_end, AttentionScratch& s) {
     const int start = split * SPLIT;
-    prefetch_keys(c, rows, start + first, start + std::min(end, first + KEYS_AHEAD));
     for (int tile = first / 16 * 16; tile < end; tile += 16) {
-        const int ahead = tile + KEYS_AHEAD;
-        prefetch_keys(c, rows, start + std::min(end, ahead), start + std::min(end, ahead + 16));
+        const int ahead = start + tile + KEYS_AHEAD;
+        prefetch_keys(c, rows, std::min(last_end, ahead), std::min(last_end, ahead + 16));
         const int8_t *keys[16], *values[16];
         for (int offset = 0; offset < 16; offset += RUN) {
             // The second run may be beyond the end: its keys are not seen, any will do.

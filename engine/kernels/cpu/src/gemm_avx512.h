@@ -6,13 +6,14 @@
 //
 // R rows by C tiles stay in registers: 2 * R * C accumulators, and a broadcast serves C products. Weights are read once
 // and in order, so the first rows that use them ask for them ahead: without that, a step of few rows waits for each
-// line.
+// line. They ask for them into the second-level cache, which has more requests under way than the first: on Zen 4 that
+// doubles what one core reads.
 #pragma once
 
 #include <immintrin.h>
 
 static const int ROWS_AT_ONCE = 8, TILES_AT_ONCE = 2;  // some spill, but fewer rows would read the weights more often
-static const int GROUPS_AHEAD = 8;
+static const int GROUPS_AHEAD = 12;
 
 static inline __m512i four_inputs(const int8_t* x) {
     int32_t word;
@@ -51,7 +52,7 @@ static inline void gemm_tile(const Matrix& w, int tile, const Rows& x, int row, 
             if (g == groups - GROUPS_AHEAD) ahead += (C - 1) * tile_bytes;  // the tile behind the next ones
             for (int t = 0; t < C; t++)
                 for (int line = 0; line < group_bytes; line += 64)
-                    _mm_prefetch((const char*)(ahead + t * tile_bytes + line), _MM_HINT_T0);
+                    _mm_prefetch((const char*)(ahead + t * tile_bytes + line), _MM_HINT_T1);
         }
         const int8_t* inputs = x.quants + (at + g) * GROUP;
 #pragma GCC unroll 8

@@ -33,6 +33,7 @@
 #include <string.h>
 
 #define NOT_INLINED __attribute__((noinline))  // large, called from several places: one copy is enough
+#define ALWAYS_INLINED inline __attribute__((always_inline))
 
 static inline int round_up(int x, int to) { return (x + to - 1) / to * to; }
 

@@ -155,17 +155,24 @@ struct Program {
     void attention(const LayerCache& cache, const AttentionItem* items, int num_items) {
         const int group_size = shape.num_heads / shape.num_kv_heads, dim = m.padded_dim;
         const AttentionShape geometry = {group_size, dim, shape.window, (int64_t)shape.num_heads * dim};
+        const auto rows_of = [&](const AttentionItem& item) -> AttentionRows {
+            return {s.query + ((int64_t)item.first_row * shape.num_heads + item.kv_head * group_size) * dim,
+                    item.num_rows, item.first_position, s.block_tables + (int64_t)item.sequence * s.max_blocks,
+                    item.kv_head};
+        };
+        const auto first_split_of = [&](const AttentionItem& item) {
+            if (item.split >= 0) return item.split;
+            return shape.window && item.first_position >= shape.window ? (item.first_position - shape.window + 1) / SPLIT
+                                                                       : 0;
+        };
         phase(PART_ATTENTION, num_items, [&](int index) {
             const AttentionItem& item = items[index];
+            const AttentionRows rows = rows_of(item);
+            if (index + 1 < num_items)  // most likely this thread's next
+                prefetch_split(cache, geometry, rows_of(items[index + 1]), first_split_of(items[index + 1]));
+            const int first_split = first_split_of(item);
+            const int end_split = item.split < 0 ? (item.first_position + item.num_rows - 1) / SPLIT + 1 : first_split + 1;
             const int first_head = item.kv_head * group_size;
-            const AttentionRows rows = {s.query + ((int64_t)item.first_row * shape.num_heads + first_head) * dim,
-                                        item.num_rows, item.first_position,
-                                        s.block_tables + (int64_t)item.sequence * s.max_blocks, item.kv_head};
-            const int last = item.first_position + item.num_rows - 1;
-            const int oldest =
-                shape.window && item.first_position >= shape.window ? item.first_position - shape.window + 1 : 0;
-            const int first_split = item.split < 0 ? oldest / SPLIT : item.split;
-            const int end_split = item.split < 0 ? last / SPLIT + 1 : item.split + 1;
             AttentionState* states = own.states;
             for (int q = 0; q < item.num_rows * group_size; q++) {
                 const int64_t head =
