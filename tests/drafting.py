@@ -33,9 +33,7 @@ class EagerPacer(DraftPacer):
     def is_worth_a_start(self, source: str, sequences: SequenceOf[Sequence]) -> bool:
         return True
 
-    def is_worth_a_pass(
-        self, source: str, reached: SequenceOf[tuple[Sequence, float]], num_drafted: int = 0, margin: float = 1.0
-    ) -> bool:
+    def is_worth_a_pass(self, source: str, reached: SequenceOf[tuple[Sequence, float]], num_drafted: int = 0) -> bool:
         return True
 
     def choose(self, sequences: SequenceOf[Sequence], proposals: SequenceOf[Proposal]) -> list[int]:

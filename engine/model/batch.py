@@ -53,30 +53,42 @@ class SequenceRows:
 
 
 def build_batch(parts: Sequence[SequenceRows], block_size: int) -> StepBatch:
-    """Return the tensors of one call; logits come in the order of `parts`."""
-    # On the host: a model plans from them there, and brings to its device what its kernels read.
-    query_start = np.cumsum([0, *(len(part.token_ids) for part in parts)])
-    context_lens = [part.start + len(part.token_ids) for part in parts]
-    tables = np.zeros((len(parts), -(-max(context_lens) // block_size)), dtype=np.int32)
-    positions: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
-    slots: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
+    """Return the tensors of one call, on the host; logits come in the order of `parts`."""
+    # A step has streamed all weights through the caches, so code and data come from memory: few calls, whatever is few.
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
     logit_rows: list[int] = []
-    for index, (part, end) in enumerate(zip(parts, context_lens, strict=True)):
-        num_blocks = -(-end // block_size)
-        table = np.asarray(part.block_table[:num_blocks], dtype=np.int64)
-        tables[index, :num_blocks] = table
-        rows = np.arange(part.start, end)
-        positions.append(rows)
-        slots.append(table[rows // block_size] * block_size + rows % block_size)
-        last = int(query_start[index + 1])
-        logit_rows.extend(range(last - part.num_logit_rows, last))
-    token_ids = [token_id for part in parts for token_id in part.token_ids]
+    query_start = [0]
+    context_lens: list[int] = []
+    for part in parts:
+        table, end = part.block_table, part.start + len(part.token_ids)
+        token_ids += part.token_ids
+        positions += range(part.start, end)
+        slots += [
+            table[position // block_size] * block_size + position % block_size for position in range(part.start, end)
+        ]
+        last = len(token_ids)
+        logit_rows += range(last - part.num_logit_rows, last)
+        query_start.append(last)
+        context_lens.append(end)
+    num_blocks = [-(-end // block_size) for end in context_lens]
+    width = max(num_blocks)
+    tables: list[int] = []
+    for part, count in zip(parts, num_blocks, strict=True):
+        tables += part.block_table[:count]
+        tables += [0] * (width - count)
+    longs = torch.from_numpy(np.array([*token_ids, *positions, *slots, *logit_rows], dtype=np.int64))
+    ints = torch.from_numpy(np.array([*query_start, *context_lens, *tables], dtype=np.int32))
+    count, num_seqs = len(token_ids), len(parts)
+    rows = longs.split((count, count, count, len(logit_rows)))
+    starts, lens, flat_tables = ints.split((num_seqs + 1, num_seqs, num_seqs * width))
     return StepBatch(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64),
-        positions=torch.from_numpy(np.concatenate(positions)),
-        slot_mapping=torch.from_numpy(np.concatenate(slots)),
-        query_start=torch.from_numpy(query_start.astype(np.int32)),
-        context_lens=torch.tensor(context_lens, dtype=torch.int32),
-        block_tables=torch.from_numpy(tables),
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+        token_ids=rows[0],
+        positions=rows[1],
+        slot_mapping=rows[2],
+        query_start=starts,
+        context_lens=lens,
+        block_tables=flat_tables.view(num_seqs, width),
+        logit_rows=rows[3],
     )

@@ -6,7 +6,9 @@ or in a batch, in one chunk or many, decoded or verified, with any number of thr
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +48,7 @@ class NativeModel:
         self._config = config
         self._fingerprint = xxhash.xxh3_64_hexdigest(f"{weights_fingerprint}|{_NUMERICS}".encode())
         self._handle = handle
+        self._cache_pointers: WeakKeyDictionary[KvCache, dict[int, CachePointer]] = WeakKeyDictionary()
 
     @property
     def config(self) -> ModelConfig:
@@ -121,6 +124,13 @@ class NativeModel:
         Raises:
             InvalidRequest: The cache is another model's, or not on the CPU.
         """
+        known = self._cache_pointers.setdefault(kv_cache, {})
+        pointer = known.get(num_more_layers)
+        if pointer is None:
+            pointer = known[num_more_layers] = self._find_cache(kv_cache, num_more_layers)
+        return pointer
+
+    def _find_cache(self, kv_cache: KvCache, num_more_layers: int) -> CachePointer:
         layout, config = kv_cache.layout, self._config
         is_too_small = layout.num_layers < config.num_layers + num_more_layers
         if is_too_small or (layout.num_kv_heads, layout.head_dim) != (config.num_kv_heads, config.head_dim):
@@ -146,17 +156,25 @@ def _layer_array(layers: tuple[int, ...]) -> Tensor:
     return torch.tensor(layers, dtype=torch.int32)
 
 
+_FORMS = {
+    "token_ids": torch.int64,
+    "positions": torch.int64,
+    "slot_mapping": torch.int64,
+    "query_start": torch.int32,
+    "context_lens": torch.int32,
+    "block_tables": torch.int32,
+    "logit_rows": torch.int64,
+}
+
+
 def on_host(batch: StepBatch) -> StepBatch:
-    """Return the batch with its tensors in the form the library reads; themselves where they are so already."""
-    return StepBatch(
-        token_ids=_array(batch.token_ids, torch.int64),
-        positions=_array(batch.positions, torch.int64),
-        slot_mapping=_array(batch.slot_mapping, torch.int64),
-        query_start=_array(batch.query_start, torch.int32),
-        context_lens=_array(batch.context_lens, torch.int32),
-        block_tables=_array(batch.block_tables, torch.int32),
-        logit_rows=_array(batch.logit_rows, torch.int64),
-    )
+    """Return the batch with its tensors in the form the library reads; itself where they are so already."""
+    changed: dict[str, Tensor] = {}
+    for name, dtype in _FORMS.items():
+        tensor: Tensor = getattr(batch, name)
+        if tensor.dtype is not dtype or not tensor.is_cpu or not tensor.is_contiguous():
+            changed[name] = tensor.to(dtype=dtype, device=_CPU).contiguous()
+    return replace(batch, **changed) if changed else batch
 
 
 def step_pointers(
@@ -180,8 +198,3 @@ def step_pointers(
         tap_layers=tap_layers,
         num_taps=num_taps,
     )
-
-
-def _array(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    # No copy in the usual case: the runner makes them like this.
-    return tensor.to(dtype=dtype, device=_CPU).contiguous()

@@ -153,7 +153,7 @@ class ModelDrafter:
             if is_ready:
                 ready.append(draft)
         if parts:
-            self._draw(ready, self._run(parts, is_catch_up=longest > MAX_LAG))
+            self._draw(ready, self._run(parts, is_first=True, is_catch_up=longest > MAX_LAG))
         return ready
 
     def _next_pass(self, drafts: SequenceOf[_Draft]) -> list[_Draft]:
@@ -169,10 +169,12 @@ class ModelDrafter:
             state.computed.append(draft.token_ids[-1])
             active.append(draft)
         if parts:
-            self._draw(active, self._run(parts, is_catch_up=False))
+            self._draw(active, self._run(parts))
         return active
 
-    def _run(self, parts: SequenceOf[SequenceRows], *, is_catch_up: bool) -> NDArray[np.float32]:
+    def _run(
+        self, parts: SequenceOf[SequenceRows], *, is_first: bool = False, is_catch_up: bool = False
+    ) -> NDArray[np.float32]:
         started = time.perf_counter()
         logits = self._model.forward(build_batch(parts, self._block_size), self._kv_cache)
         rows: NDArray[np.float32] = logits.detach().to(torch.float32).cpu().numpy()
@@ -180,7 +182,7 @@ class ModelDrafter:
         if is_catch_up:
             self._row_seconds.append(seconds / sum(len(part.token_ids) for part in parts))
         else:
-            self._pacer.observe_pass(seconds)
+            self._pacer.observe_pass(seconds, is_first=is_first)
         return rows
 
     def _draw(self, drafts: SequenceOf[_Draft], rows: NDArray[np.float32]) -> None:

@@ -32,6 +32,8 @@ _GRADES = evidence_by_grade(SOURCE)
 _REACH_EVERY = 4
 """Runs between two looks at how far drafting pays, each at one length."""
 _REACH_HALVINGS = 6
+_GIVE_UP_AFTER = 64
+"""So many more steps without drafts than with: what follows a sequence costs a twentieth of its steps."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,6 +72,8 @@ class EagleDrafter:
         self._vocab_ids = follower.head.vocab_ids
         self._num_runs = 0
         self._reaches: list[float] = []
+        self._num_idle: dict[RequestId, int] = {}
+        """Of each sequence, steps without drafts less those with."""
 
     def propose(self, sequences: SequenceOf[Sequence], max_tokens: SequenceOf[int]) -> list[Proposal]:
         """See `Drafter.propose`."""
@@ -80,8 +84,13 @@ class EagleDrafter:
             if (limit := self._limit(sequence, most)) > 0
         }
         wanted = [sequences[index] for index in limits]
-        if not wanted or not self._pacer.is_worth_a_start(SOURCE, wanted):
+        if not wanted:
             return proposals
+        if not self._pacer.is_worth_a_start(SOURCE, wanted):
+            self._idle(wanted)
+            return proposals
+        for sequence in wanted:
+            self._num_idle[sequence.request_id] = max(self._num_idle.get(sequence.request_id, 0) - 1, 0)
         started = time.perf_counter()
         if self._follower.catch_up(wanted) > 1:
             started = time.perf_counter()  # it caught up after a pause; drafting in each step, it has one to absorb
@@ -100,6 +109,16 @@ class EagleDrafter:
 
     def forget(self, request_id: RequestId) -> None:
         """See `Drafter.forget`; the follower is told by the engine."""
+        self._num_idle.pop(request_id, None)
+
+    def _idle(self, sequences: SequenceOf[Sequence]) -> None:
+        """Count a step without drafts, and give up those that had too many."""
+        for sequence in sequences:
+            request_id = sequence.request_id
+            count = self._num_idle[request_id] = self._num_idle.get(request_id, 0) + 1
+            if count >= _GIVE_UP_AFTER:
+                self._follower.give_up(request_id)
+                self.forget(request_id)
 
     def _limit(self, sequence: Sequence, most: int) -> int:
         """Return how many tokens may be drafted for a sequence."""
@@ -119,12 +138,13 @@ class EagleDrafter:
         if len(lines) == 1 and is_plain_greedy(lines[0].sequence.sampling_params, lines[0].history()):
             self._run(lines[0], rows.batch(token_ids), previous, started)
             return
+        is_first = True
         while True:
             found = follower.head.draft(rows.batch(token_ids), previous, follower.kv_cache)
             self._add(lines, found)
             now = time.perf_counter()
-            self._pacer.observe_pass(now - started)
-            started = now
+            self._pacer.observe_pass(now - started, is_first=is_first)
+            started, is_first = now, False
             going_on = [row for row, line in enumerate(lines) if len(line.token_ids) < line.limit]
             reached = [(lines[row].sequence, lines[row].reach) for row in going_on]
             num_drafted = sum(len(line.token_ids) for line in lines)
@@ -140,9 +160,13 @@ class EagleDrafter:
         sequence, follower = line.sequence, self._follower
         chances = tuple(self._pacer.acceptance.chance(sequence.request_id, grade) for grade in _GRADES)
         limits = RunLimits(self._least_reach(sequence, line.limit), chances, self._stop_ids(sequence))
+        run_started = time.perf_counter()
         found = follower.head.run(batch, previous, follower.kv_cache, limits)
-        self._pacer.observe_pass((time.perf_counter() - started) / len(found))
-        for token_id, share in found:
+        seconds = time.perf_counter() - run_started
+        self._pacer.observe_pass(run_started - started + found.first_s, is_first=True)
+        if len(found.drafts) > 1:
+            self._pacer.observe_pass(seconds - found.first_s, num_passes=len(found.drafts) - 1)
+        for token_id, share in found.drafts:
             self._extend(line, token_id, share)
 
     def _least_reach(self, sequence: Sequence, limit: int) -> tuple[float, ...]:

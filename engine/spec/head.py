@@ -43,6 +43,16 @@ class RunLimits:
     """Nothing is drafted behind these tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeadRun:
+    """What `DraftHead.run` drafted."""
+
+    drafts: list[tuple[int, float]]
+    """Each token and its share of the head's distribution; at least one."""
+    first_s: float
+    """Seconds until the first one was there."""
+
+
 class DraftHead(Protocol):
     """A head beside its target. Called by the engine thread only."""
 
@@ -84,8 +94,8 @@ class DraftHead(Protocol):
             kv_cache: As in `absorb`; the head's K and V of everything before the rows is there.
         """
 
-    def run(self, batch: StepBatch, previous: Tensor, kv_cache: KvCache, limits: RunLimits) -> list[tuple[int, float]]:
-        """Draft one sequence's likeliest tokens one after the other; returns each with its share of the distribution.
+    def run(self, batch: StepBatch, previous: Tensor, kv_cache: KvCache, limits: RunLimits) -> HeadRun:
+        """Draft one sequence's likeliest tokens one after the other.
 
         Args:
             batch: The first row, as in `draft`; its block table covers a row for each draft. May be changed.

@@ -2,8 +2,9 @@
 
 The head absorbs the hidden states of all that stands, and of each sequence the features of its newest token are
 remembered: the head needs them to draft on and the hand-off to carry them. Prefill's are absorbed behind their step,
-since KV leaves then; a decoded token's wait until the head is to draft or a block is full and may be shared, so that a
-head that does not draft costs next to nothing. Drafts nothing; `eagle.py` does.
+since KV leaves then; a decoded token's wait until the head is to draft or a block is full and may be shared. Sequences
+for which drafting does not pay are given up, so that a head that does not draft costs next to nothing. Drafts nothing;
+`eagle.py` does.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +48,8 @@ class _Waiting:
 class HeadFollower:
     """See the module. Lives on the engine's thread.
 
-    Invariant: tokens that wait are of the block after the last full one, so what others can share is absorbed.
+    Invariant: tokens that wait are of the block after the last full one, so what others can share is absorbed, unless
+    its sequence was given up: whoever shares that gets worse drafts, never other tokens.
     """
 
     def __init__(self, model: TappedModel, head: DraftHead, kv_cache: KvCache) -> None:
@@ -83,6 +85,8 @@ class HeadFollower:
             chunks: What its sequences are.
             on_layer: As in `LanguageModel.forward`; the head's layer is reported last.
         """
+        if not any(self.can_draft(chunk.sequence.request_id) or not _is_decode(chunk) for chunk in chunks):
+            return self._model.forward(batch, self.kv_cache)  # nobody to follow, nobody to hand off
         head = self.head
         shape = (batch.token_ids.shape[0], len(head.tap_layers), head.hidden_size)
         taps = LayerTaps(head.tap_layers, torch.empty(shape, device=self._model.device))
@@ -175,6 +179,11 @@ class HeadFollower:
     def can_draft(self, request_id: RequestId) -> bool:
         """Whether the head's KV of the sequence is here, as far as one can know."""
         return request_id not in self._strangers
+
+    def give_up(self, request_id: RequestId) -> None:
+        """Stop following a sequence that is not worth drafting for, until it is computed anew."""
+        self.forget(request_id)
+        self._strangers.add(request_id)
 
     def export(self, request_id: RequestId) -> bytes:
         """Return the newest features for the hand-off, fp32 little-endian; empty when there are none."""

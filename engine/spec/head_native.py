@@ -14,7 +14,7 @@ from engine.model.kv_cache import KvCache
 from engine.model.native import NativeModel, on_host, step_pointers
 from engine.model.native_weights import pad_heads
 from engine.spec import head_format as names
-from engine.spec.head import HeadRows, RunLimits
+from engine.spec.head import HeadRows, HeadRun, RunLimits
 from engine.spec.head_format import DraftHeadFile
 
 _MATRICES = {
@@ -110,12 +110,12 @@ class NativeDraftHead:
         )
         return HeadRows(logits.numpy(), features, best, shares)
 
-    def run(self, batch: StepBatch, previous: Tensor, kv_cache: KvCache, limits: RunLimits) -> list[tuple[int, float]]:
+    def run(self, batch: StepBatch, previous: Tensor, kv_cache: KvCache, limits: RunLimits) -> HeadRun:
         """See `DraftHead.run`."""
         batch = on_host(batch)
         self._check(previous, (1, self.hidden_size))
         logits = torch.empty(1, len(self._vocab_ids))
-        tokens, shares = self._handle.run(
+        tokens, shares, first_ns = self._handle.run(
             step_pointers(batch, logits),
             self._model.cache_pointer(kv_cache, 1),
             previous.data_ptr(),
@@ -123,7 +123,7 @@ class NativeDraftHead:
             np.array(limits.least_reach, np.float32),
             np.array(sorted(limits.stop_ids), np.int32),
         )
-        return list(zip(tokens, shares, strict=True))
+        return HeadRun(list(zip(tokens, shares, strict=True)), first_ns / 1e9)
 
     def _check(self, tensor: Tensor, shape: tuple[int, ...]) -> None:
         if tensor.shape != shape or tensor.dtype != torch.float32 or not tensor.is_contiguous():

@@ -1,5 +1,6 @@
 """`DraftHead` beside a `LlamaModel`: the definition in `head_format.py` in eager PyTorch, fp32, on any device."""
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from engine.model.batch import StepBatch
 from engine.model.kv_cache import KvCache
 from engine.model.llama import LlamaModel
 from engine.spec import head_format as names
-from engine.spec.head import HeadRows, RunLimits
+from engine.spec.head import HeadRows, HeadRun, RunLimits
 from engine.spec.head_format import DraftHeadFile
 
 
@@ -76,19 +77,21 @@ class TorchDraftHead:
         shares = logits.softmax(1).gather(1, best[:, None])[:, 0]
         return HeadRows(logits.cpu().numpy(), hidden, best.int().cpu().numpy(), shares.cpu().numpy())
 
-    def run(self, batch: StepBatch, previous: Tensor, kv_cache: KvCache, limits: RunLimits) -> list[tuple[int, float]]:
+    def run(self, batch: StepBatch, previous: Tensor, kv_cache: KvCache, limits: RunLimits) -> HeadRun:
         """See `DraftHead.run`."""
         found: list[tuple[int, float]] = []
         reach = 1.0
+        started, first_s = time.perf_counter(), 0.0
         while True:
             rows = self.draft(batch, previous, kv_cache)
+            first_s = first_s or time.perf_counter() - started
             token_id, share = int(self._vocab_ids[rows.best[0]]), float(rows.shares[0])
             found.append((token_id, share))
             steps = len(limits.chances)
             reach *= limits.chances[min(int(share * steps), steps - 1)]
             is_last = len(found) == len(limits.least_reach) or token_id in limits.stop_ids
             if is_last or reach < limits.least_reach[len(found)]:
-                return found
+                return HeadRun(found, first_s)
             batch, previous = _behind(batch, token_id, kv_cache.layout.block_size), rows.features
 
     @property

@@ -1,9 +1,10 @@
 """How many tokens to draft: as many as raise tokens per second, from the chances of guesses and the cost of steps.
 
-A draft row adds the chance that it is accepted to a step's tokens, and its cost to the step's time. Rows are taken in
-order of chance, over all sequences of a step together, up to the number at which tokens / time is largest: drafting
-fades out by itself as the batch fills up or guesses get worse. Owns no clock; decides only. What chances are is in
-`acceptance.py`, what steps cost in `cost.py`.
+A draft row adds the chance that it is accepted to a step's tokens, and its cost to the step's time. A token is worth
+the time that one takes at present, speculation included (`gain.py`): that is the price at which taking whatever gains
+gives the most tokens per second in the long run. Rows are taken in order of chance, over all sequences of a step
+together, as long as they gain: drafting fades out by itself as the batch fills up or guesses get worse. Owns no clock;
+decides only. What chances are is in `acceptance.py`, what steps cost in `cost.py`.
 """
 
 import statistics
@@ -15,12 +16,15 @@ from engine.sequence import Sequence
 from engine.spec.acceptance import Acceptance
 from engine.spec.cost import ASSUMED_SHAPE, CostShape, StepCost, StepLoad
 from engine.spec.drafter import Evidence, Proposal
+from engine.spec.gain import Gain
 from engine.types import RequestId
 
 EXPLORE_EVERY = 32
 """When nothing is worth a row, the best guess gets one every so many steps, or it would never be known to be better."""
-MAX_WAIT = 1024
-"""Longest wait, in steps, between two tries of a drafter that did not pay."""
+TRIAL_SHARE = 0.02
+"""Of the time, for tries of a drafter that does not seem to pay."""
+TRIAL_STEPS = 4
+"""In a row: a drafter that has paused finds nothing in the caches and takes twice as long at first."""
 _START_MARGIN = 1.2
 """What drafting must promise over its cost to begin: a draft that hardly pays is lost where chances turn out worse."""
 _NUM_PASSES = 9
@@ -31,22 +35,24 @@ _PLAIN_STEPS_OBSERVED_EVERY = 4
 _LEAST_CHANCES = 0.02, 0.5
 
 
-class _Wait:
-    """Steps until something that did not pay is tried again."""
+class _Trials:
+    """Decides in which steps something that does not seem to pay is tried all the same."""
 
     def __init__(self) -> None:
-        self.reset()
+        self._saved_seconds = 0.0
+        self._num_left = 0
 
-    def reset(self) -> None:
-        self._length = EXPLORE_EVERY
-        self._num_left = EXPLORE_EVERY
+    def earn(self, step_seconds: float) -> None:
+        self._saved_seconds += TRIAL_SHARE * step_seconds
 
-    def is_over(self) -> bool:
-        self._num_left -= 1
-        if self._num_left > 0:
+    def is_due(self, seconds: float) -> bool:
+        """Return whether to try in this step, which takes so many seconds."""
+        if self._num_left == 0 and self._saved_seconds >= TRIAL_STEPS * seconds:
+            self._num_left = TRIAL_STEPS
+            self._saved_seconds = 0.0
+        if self._num_left == 0:
             return False
-        self._length = min(2 * self._length, MAX_WAIT)
-        self._num_left = self._length
+        self._num_left -= 1
         return True
 
 
@@ -63,9 +69,12 @@ class DraftPacer:
         """A token that is reached with less is not worth a row, at the load of the last steps."""
         self._num_steps = 0
         self._num_sequences = 0
-        self._seconds_per_token = 0.0
-        self._waits: dict[str, _Wait] = {}
+        self._gain = Gain()
+        self._trials: dict[str, _Trials] = {}
+        self._first_passes: deque[float] = deque(maxlen=_NUM_PASSES)
         self._passes: deque[float] = deque(maxlen=_NUM_PASSES)
+        self._drafting_seconds = 0.0
+        """What the passes before the coming step took."""
 
     def observe(self, request_id: RequestId, num_drafted: int, num_accepted: int) -> None:
         """Take in one verification of a sequence: of the first `num_drafted` tokens last chosen for it."""
@@ -73,49 +82,68 @@ class DraftPacer:
         if num_drafted:
             self.acceptance.observe(request_id, evidence[:num_drafted], num_accepted)
 
-    def observe_step(self, plan: StepPlan, seconds: float) -> None:
-        """Take in what a step took; steps with prefill chunks say nothing about draft rows."""
-        has_drafts = any(chunk.draft_token_ids for chunk in plan.chunks)
-        if not has_drafts and self._num_steps % _PLAIN_STEPS_OBSERVED_EVERY:
+    def observe_step(self, plan: StepPlan, seconds: float, num_tokens: int) -> None:
+        """Take in what a step took and how many tokens came of it; steps with prefill chunks say nothing about rows."""
+        drafting, self._drafting_seconds = self._drafting_seconds, 0.0
+        if any(chunk.num_tokens > 1 for chunk in plan.chunks):
             return
-        if all(chunk.num_tokens == 1 for chunk in plan.chunks):
+        num_sequences = len(plan.chunks)
+        plain = self.cost.seconds(StepLoad(num_sequences, sum(chunk.start for chunk in plan.chunks)))
+        self._gain.observe(plain * num_tokens / num_sequences, seconds + drafting)
+        for trials in self._trials.values():
+            trials.earn(seconds)
+        has_drafts = any(chunk.draft_token_ids for chunk in plan.chunks)
+        if has_drafts or self._num_steps % _PLAIN_STEPS_OBSERVED_EVERY == 0:
             self.cost.observe(StepLoad.of_plan(plan), seconds)
 
-    def observe_pass(self, seconds: float) -> None:
-        """Take in what one pass of a drafter's own model took; drafters without one never call this."""
-        self._passes.append(seconds)
+    def observe_pass(self, seconds: float, *, num_passes: int = 1, is_first: bool = False) -> None:
+        """Take in what passes of a drafter's own model took; drafters without one never call this.
+
+        Args:
+            seconds: All of them together.
+            num_passes: How many they were.
+            is_first: Whether it was a step's first one, with all that comes before it.
+        """
+        (self._first_passes if is_first else self._passes).append(seconds / num_passes)
+        self._drafting_seconds += seconds
 
     def is_worth_a_start(self, source: str, sequences: SequenceOf[Sequence]) -> bool:
         """Return whether to draft at all in this step; now and then also when it does not seem to pay.
 
-        The waits between such tries double while they fail, so that a drafter that never pays costs nothing.
+        Such tries take a fixed share of the time, so that a drafter that never pays costs next to nothing.
         """
-        wait = self._waits.setdefault(source, _Wait())
-        if self.is_worth_a_pass(source, [(sequence, 1.0) for sequence in sequences], margin=_START_MARGIN):
-            wait.reset()
-            return True
-        return wait.is_over()
+        reached = [(sequence, 1.0) for sequence in sequences]
+        trials = self._trials.setdefault(source, _Trials())
+        gained, taken = self._weigh(source, reached, 0)
+        return gained > _START_MARGIN * taken or trials.is_due(taken)
 
-    def is_worth_a_pass(
-        self, source: str, reached: SequenceOf[tuple[Sequence, float]], num_drafted: int = 0, margin: float = 1.0
-    ) -> bool:
+    def is_worth_a_pass(self, source: str, reached: SequenceOf[tuple[Sequence, float]], num_drafted: int = 0) -> bool:
         """Return whether one more token for each of these sequences would bring more than drafting it takes.
 
         Args:
             source: Whose guesses they are.
             reached: The sequences, and the chance that all that was drafted for each so far is accepted.
             num_drafted: Tokens drafted for them so far, whose rows come before these.
-            margin: How many times as much it must bring.
         """
+        gained, taken = self._weigh(source, reached, num_drafted)
+        return gained > taken
+
+    def _weigh(self, source: str, reached: SequenceOf[tuple[Sequence, float]], num_drafted: int) -> tuple[float, float]:
+        """Return the seconds that one more token for each sequence is worth, and those that it takes."""
         tokens = sum(chance * self.acceptance.typical(sequence.request_id, source) for sequence, chance in reached)
         context = sum(sequence.num_tokens for sequence, _ in reached)
-        before = len(reached) + num_drafted
-        pairs = context * num_drafted // max(len(reached), 1)
+        num_sequences = len(reached)
+        before = num_sequences + num_drafted
+        pairs = context * num_drafted // max(num_sequences, 1)
         alone = self.cost.seconds(StepLoad(before, context, pairs))
-        rows = self.cost.seconds(StepLoad(before + len(reached), context, pairs + context)) - alone
-        passes = statistics.median(self._passes) if self._passes else 0.0
-        per_token = self._seconds_per_token or alone / max(len(reached), 1)
-        return tokens * per_token > margin * (passes + rows)
+        rows = self.cost.seconds(StepLoad(before + num_sequences, context, pairs + context)) - alone
+        passes = (self._first_passes if num_drafted == 0 else self._passes) or self._first_passes
+        drafting = statistics.median(passes) if passes else 0.0
+        return tokens * self._worth_of_token(StepLoad(num_sequences, context)), drafting + rows
+
+    def _worth_of_token(self, load: StepLoad) -> float:
+        """Return how many seconds one token more is worth, in a step with these rows before drafts."""
+        return self._gain.factor * self.cost.seconds(load) / max(load.num_rows, 1)
 
     def forget(self, request_id: RequestId) -> None:
         """Drop what is kept of a sequence that has ended."""
@@ -168,15 +196,16 @@ class DraftPacer:
         return counts
 
     def _best_count(self, load: StepLoad, lengths: SequenceOf[int], rows: SequenceOf[tuple[float, int]]) -> int:
-        """Return how many of the rows to take, best first, for the most tokens per second."""
-        tokens = float(load.num_rows)
-        best_count, best_speed = 0, tokens / self.cost.seconds(load)
+        """Return how many of the rows to take, best first, for the most that tokens are worth over what rows cost."""
+        worth, alone = self._worth_of_token(load), self.cost.seconds(load)
+        tokens = 0.0
+        best_count, most = 0, 0.0
         times = self.cost.growth(load, (lengths[index] for _, index in rows))
         for count, ((chance, _), seconds) in enumerate(zip(rows, times, strict=True), start=1):
             tokens += chance
-            if tokens > best_speed * seconds:
-                best_count, best_speed = count, tokens / seconds
-        self._seconds_per_token = 1.0 / best_speed
+            gained = tokens * worth - (seconds - alone)
+            if gained > most:
+                best_count, most = count, gained
         return best_count
 
     def _set_least_chance(self, load: StepLoad) -> None:

@@ -56,15 +56,17 @@ class HostSampler:
 
     def sample(self, logits: Tensor, items: Sequence[VerifyItem]) -> list[NewTokens]:
         """See `Sampler.sample`."""
-        on_host: NDArray[np.float32] = logits.detach().cpu().numpy()
+        on_host: NDArray[np.float32] = (logits if logits.is_cpu else logits.cpu()).numpy()
         new_tokens = verify(on_host, items, self._rows)
+        if not any(_wants_logprobs(item) for item in items):
+            return [NewTokens(token_ids) for token_ids in new_tokens]
         queries = [
             LogprobQuery(on_host[item.first_row + offset], token_id, item.request.params.logprobs)
             for item, token_ids in zip(items, new_tokens, strict=True)
             if item.request.params.logprobs is not None
             for offset, token_id in enumerate(token_ids)
         ]
-        answers = iter(self._rows.logprobs(queries) if queries else ())
+        answers = iter(self._rows.logprobs(queries))
         return [
             NewTokens(token_ids, tuple(islice(answers, len(token_ids) if _wants_logprobs(item) else 0)))
             for item, token_ids in zip(items, new_tokens, strict=True)

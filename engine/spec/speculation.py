@@ -39,7 +39,8 @@ class Speculation:
 
     def observe(self, plan: StepPlan, outputs: Iterable[SequenceOutput], seconds: float) -> None:
         """Learn from a step: what was accepted, and what the step cost."""
-        self._pacer.observe_step(plan, seconds)
+        outputs = list(outputs)
+        self._pacer.observe_step(plan, seconds, sum(len(output.token_ids) for output in outputs))
         for output in outputs:
             self.num_draft_tokens += output.num_draft_tokens
             self.num_accepted_tokens += output.num_accepted_tokens

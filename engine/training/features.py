@@ -24,6 +24,7 @@ from engine.errors import InvalidRequest
 from engine.model.batch import SequenceRows, StepBatch, build_batch
 from engine.model.interface import LayerTaps, TappedModel
 from engine.model.kv_cache import KvCache
+from engine.model.native import NativeModel
 from engine.training.corpus import Conversation
 from engine.training.head import HeadBatch, Segment
 from engine.training.loss import Teaching
@@ -50,13 +51,18 @@ class FeatureKey:
     num_tokens: int
 
 
+def quickest_kv_dtype(model: TappedModel) -> KvDtype:
+    """Return the KV cache's element type in which a model writes and reads text: a worker's default on the CPU."""
+    return KvDtype.INT8 if isinstance(model, NativeModel) else KvDtype.FP32
+
+
 class TapReader:
     """Runs whole conversations through the target and returns their hidden states."""
 
     def __init__(self, model: TappedModel, tap_layers: Sequence[int]) -> None:
         self._model = model
         self._tap_layers = tuple(tap_layers)
-        self._layout = KvLayout.of_model(model.fingerprint, model.config, _BLOCK_SIZE, KvDtype.FP32)
+        self._layout = KvLayout.of_model(model.fingerprint, model.config, _BLOCK_SIZE, quickest_kv_dtype(model))
         self._cache: KvCache | None = None
 
     def read(self, texts: Sequence[Sequence[int]]) -> Tensor:

@@ -224,7 +224,9 @@ def test_a_run_is_one_pass_after_the_other(checkpoint: Callable[[str], Path]) ->
         def drafts(limits: RunLimits, run: HeadRun = run, line: Line = line, shares: list[float] = shares) -> list[int]:
             batch = build_batch([SequenceRows([9], 30, line.block_table, 1)], BLOCK_SIZE)
             batch = replace(batch, block_tables=torch.tensor([line.block_table], dtype=torch.int32))
-            found = run.head.run(batch, line.features[-1][None].clone(), run.cache, limits)
+            ran = run.head.run(batch, line.features[-1][None].clone(), run.cache, limits)
+            found = ran.drafts
+            assert ran.first_s > 0
             assert [share for _, share in found] == pytest.approx(shares[: len(found)], rel=1e-4)
             return [token_id for token_id, _ in found]
 

@@ -35,6 +35,9 @@ FolderOf = Callable[[str], Path]
 class AlwaysEager(Eager):
     """Drafts as far as the limit goes, whatever a pass takes."""
 
+    def is_worth_a_start(self, *_: Any, **__: Any) -> bool:
+        return True
+
     def is_worth_a_pass(self, *_: Any, **__: Any) -> bool:
         return True
 

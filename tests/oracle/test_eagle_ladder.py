@@ -129,6 +129,33 @@ def test_drafts_are_the_same_after_a_pause(
     assert all(always[length][:count] == later[length][:count] for length, count in shared.items())
 
 
+@pytest.mark.parametrize("has_neighbour", [False, True])
+def test_a_sequence_that_is_not_drafted_for_is_given_up(
+    quantized: FolderOf, monkeypatch: pytest.MonkeyPatch, has_neighbour: bool
+) -> None:
+    drafting = make_drafting(quantized("llama"))
+    wanted = [make_request(1, range(5, 14), max_tokens=90, ignore_eos=True)]
+    if has_neighbour:  # begins when the other was given up: steps with a prompt, and steps of both
+        wanted.append(make_request(2, range(30, 70), max_tokens=20, ignore_eos=True))
+    expected = run_alone(make_plain(quantized("llama")), wanted)
+    monkeypatch.setattr(EagerPacer, "is_worth_a_start", lambda _, __, sequences: sequences[0].request_id == 2)
+    drafting.engine.add(wanted[0])
+    tokens: dict[int, list[int]] = {1: [], 2: []}
+    for step in range(200):
+        for output in drafting.engine.step():
+            tokens[output.request_id] += output.token_ids
+        if len(tokens[1]) == 90:
+            break
+        assert drafting.follower.can_draft(RequestId(1)) == (step < 64)
+        if step == 70:
+            assert not drafting.follower._waiting
+            assert not drafting.follower._newest
+            for request in wanted[1:]:
+                drafting.engine.add(request)
+    assert {request.request_id: tokens[request.request_id] for request in wanted} == expected
+    assert (drafting.speculation.num_draft_tokens > 0) == has_neighbour
+
+
 def test_a_cached_prefix_is_drafted_for_too(tiny_folder: FolderOf) -> None:
     drafting = make_drafting(tiny_folder("llama"))
     request = make_request(1, range(5, 55), max_tokens=20, ignore_eos=True)

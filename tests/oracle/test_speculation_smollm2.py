@@ -113,6 +113,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
         return [min(len(proposal.token_ids), 7) for proposal in proposals]
 
     monkeypatch.setattr(DraftPacer, "choose", choose)
+    monkeypatch.setattr(DraftPacer, "is_worth_a_start", lambda *_, **__: True)
     monkeypatch.setattr(DraftPacer, "is_worth_a_pass", lambda *_, **__: True)
 
 

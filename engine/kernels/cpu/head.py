@@ -55,6 +55,7 @@ class _RunArguments(ctypes.Structure):
         ("num_stop_ids", ctypes.c_int32),
         ("max_drafts", ctypes.c_int32),
         ("num_drafts", ctypes.c_int32),
+        ("first_ns", ctypes.c_int64),
     )
 
 
@@ -199,8 +200,11 @@ class NativeHeadHandle:
         chances: npt.NDArray[np.float32],
         least_reach: npt.NDArray[np.float32],
         stop_ids: npt.NDArray[np.int32],
-    ) -> tuple[list[int], list[float]]:
-        """Draft one sequence's likeliest tokens; returns them and their shares of the head's distribution.
+    ) -> tuple[list[int], list[float], int]:
+        """Draft one sequence's likeliest tokens.
+
+        Returns:
+            The tokens, their shares of the head's distribution, and the nanoseconds until the first was there.
 
         Args:
             pointers: One row with logits; its arrays are changed. Its block table covers a row for each draft.
@@ -229,7 +233,7 @@ class NativeHeadHandle:
         error = self._library.kvr_head_run(self._head, self._target.pointer, ctypes.byref(arguments))
         check_step(error, 1)
         count: int = arguments.num_drafts
-        return tokens[:count].tolist(), shares[:count].tolist()
+        return tokens[:count].tolist(), shares[:count].tolist(), arguments.first_ns
 
     def _add_vector(self, layer: int, slot: int, values: npt.NDArray[np.float32]) -> None:
         values = np.ascontiguousarray(values, np.float32)

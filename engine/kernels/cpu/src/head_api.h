@@ -119,6 +119,7 @@ struct HeadRunArguments {
     float* shares;             // [max_drafts] out
     int32_t num_stop_ids, max_drafts;
     int32_t num_drafts;  // out
+    int64_t first_ns;    // out, time of the first draft
 };
 
 EXPORT int32_t kvr_head_run(Model* m, const Model* target, HeadRunArguments* arguments) {
@@ -129,10 +130,12 @@ EXPORT int32_t kvr_head_run(Model* m, const Model* target, HeadRunArguments* arg
     int64_t &token = *(int64_t*)step.token_ids, &position = *(int64_t*)step.positions,
             &slot = *(int64_t*)step.slot_mapping;
     if (position + run.max_drafts > (int64_t)step.max_blocks * step.cache_block_size) return BAD_ARGUMENT;
+    const int64_t started_ns = now_ns();
     float reach = 1.0f;
     for (run.num_drafts = 0;;) {
         const int32_t error = run_head(m, target, run.head, false);
         if (error) return error;
+        if (run.num_drafts == 0) run.first_ns = now_ns() - started_ns;
         const int32_t drafted = run.vocab_ids[*run.head.best];
         const float share = *run.head.share;
         run.tokens[run.num_drafts] = drafted;
