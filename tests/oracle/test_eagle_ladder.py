@@ -144,9 +144,9 @@ def test_a_sequence_that_is_not_drafted_for_is_given_up(
     for step in range(200):
         for output in drafting.engine.step():
             tokens[output.request_id] += output.token_ids
-        if len(tokens[1]) == 90:
+        if not drafting.engine.has_work:
             break
-        assert drafting.follower.can_draft(RequestId(1)) == (step < 64)
+        assert drafting.follower.can_draft(RequestId(1)) == (step < 64 or len(tokens[1]) == 90)
         if step == 70:
             assert not drafting.follower._waiting
             assert not drafting.follower._newest
