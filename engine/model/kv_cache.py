@@ -174,7 +174,8 @@ class KvCache:
 
 def _host_memory(num_bytes: int) -> Tensor:
     """Zeroed memory [num_bytes] uint8, in large pages where the system has them: a step reads the cache all over."""
-    memory = mmap.mmap(-1, num_bytes)
+    # Shared memory, which is the default here, mostly gets no large pages.
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -32,11 +32,18 @@ static inline void join_split(const AttentionRows& rows, int group, int dim, con
     }
 }
 
-// Ask for the first keys that `attend` will read from `split` on.
-static ALWAYS_INLINED void prefetch_split(const LayerCache& c, const AttentionShape& shape, const AttentionRows& rows, int split) {
+static inline KeysAhead keys_from(const LayerCache& c, const AttentionShape& shape, const AttentionRows& rows,
+                                  int first_split, int end_split) {
+    const int first = first_split * SPLIT + seen_in_split(rows.first_position, shape.window, first_split).first;
+    return {c, rows, first / RUN * RUN, std::min(end_split * SPLIT, rows.first_position + rows.num_rows)};
+}
+
+// Ask for the first keys that `attend` is going to read.
+static ALWAYS_INLINED void attend_soon(const LayerCache& c, const AttentionShape& shape, const AttentionRows& rows,
+                                       int first_split, int end_split) {
     if (c.type != KV_INT8) return;  // caches of floats are asked for split by split
-    const int first = split * SPLIT + seen_in_split(rows.first_position, shape.window, split).first;
-    prefetch_keys(c, rows, first, std::min(first + KEYS_AHEAD, rows.first_position + rows.num_rows));
+    KeysAhead ahead = keys_from(c, shape, rows, first_split, end_split);
+    ahead.reach(ahead.next + KEYS_AHEAD);
 }
 
 // Attend over splits first_split..end_split-1. states[row * group_size + head] receive the result; total is 0 where a
@@ -48,20 +55,22 @@ static void attend(const LayerCache& c, const AttentionShape& shape, const Atten
     const bool is_widened = !is_whole || (c.type != KV_FP32 && !is_few);
     const int type = is_widened && c.type != KV_INT8 ? KV_FP32 : c.type;
     for (int q = 0; q < queries; q++) *states[q].total = 0.0f;
-    const int last_end = std::min(end_split * SPLIT, rows.first_position + rows.num_rows);
-    prefetch_split(c, shape, rows, first_split);
-    if (type == KV_INT8) quantize_queries(shape, rows, s);
+    KeysAhead ahead = keys_from(c, shape, rows, first_split, end_split);
+    if (type == KV_INT8) {
+        ahead.reach(ahead.next + KEYS_AHEAD);
+        quantize_queries(shape, rows, s);
+    }
     for (int split = first_split; split < end_split; split++) {
         for (int row = 0; row < rows.num_rows; row++)
             s.seen[row] = seen_in_split(rows.first_position + row, shape.window, split);
         const int first = s.seen[0].first, end = s.seen[rows.num_rows - 1].end;
         if (first >= end) continue;
-        if (type == KV_INT8) load_lines(c, rows, dim, split, first, end, last_end, s);
+        if (type == KV_INT8) load_lines(c, rows, dim, split, first, end, ahead, s);
         else load_split(c, rows, dim, split, first, end, is_widened, s);
         if (type == KV_FP32) attend_split<KV_FP32>(shape, rows, first, end, s);
         else if (type == KV_BF16) attend_split<KV_BF16>(shape, rows, first, end, s);
         else if (type == KV_FP16) attend_split<KV_FP16>(shape, rows, first, end, s);
-        else attend_split_int8(shape, rows, s);
+        else attend_split_int8(shape, rows, ahead, s);
         join_split(rows, shape.group_size, dim, states, s);
     }
 }

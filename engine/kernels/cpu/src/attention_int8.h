@@ -14,13 +14,47 @@
 static const float QUERY_STEPS = 16256.0f;   // 127 * 128
 static const float WEIGHT_STEPS = 16383.0f;  // 127 * 128 + 127
 
-static const int KEYS_AHEAD = 64;  // asked for before their use
+static const int KEYS_AHEAD = 64;  // at least so many are asked for before their use
+static const int ASKED_WHILE_SCORING = 16;  // of the next split, for every two tiles of this one
 
 #if defined(__AVX512F__)
 static const int SCORED_TILES_AT_ONCE = 2, VALUE_LINES_AT_ONCE = 4;
 #else
 static const int SCORED_TILES_AT_ONCE = 1, VALUE_LINES_AT_ONCE = 1;
 #endif
+
+// Where RUN keys and their values lie, and their scales.
+struct Int8Run {
+    const int8_t *keys, *values;
+    const float *key_scales, *value_scales;
+};
+
+static inline Int8Run int8_run(const LayerCache& c, const AttentionRows& rows, int position) {
+    const int64_t block = rows.block_table[position / c.block_size];
+    const int offset = position % c.block_size, head = rows.kv_head;
+    return {(const int8_t*)cached_token(c, block, 0, head, offset),
+            (const int8_t*)cached_token(c, block, 1, head, offset),
+            cached_scale(c, block, 0, head, offset),
+            cached_scale(c, block, 1, head, offset)};
+}
+
+// Asks for keys ahead of their use: a step that computes little on each would wait for them one by one.
+struct KeysAhead {
+    const LayerCache& c;
+    const AttentionRows& rows;
+    int next;       // position of the next to be asked for
+    const int end;  // nothing behind is wanted
+
+    ALWAYS_INLINED void reach(int position) {
+        for (const int until = std::min(position, end); next < until; next += RUN) {
+            const Int8Run run = int8_run(c, rows, next);
+            prefetch((const uint8_t*)run.keys, RUN * c.head_dim);
+            prefetch((const uint8_t*)run.values, RUN * c.head_dim);
+            prefetch((const uint8_t*)run.key_scales, 1);
+            prefetch((const uint8_t*)run.value_scales, 1);
+        }
+    }
+};
 
 // Bring a query head into digits: every four of high ones, the four low ones behind, a block's queries side by side.
 static inline void quantize_query(const float* query, int padded_dim, int8_t* block, int index, Int8Query* out) {
@@ -90,13 +124,16 @@ static inline void score_tiles(const uint8_t* lines, int padded_dim, const int8_
 }
 
 template <int QUERIES>
-static inline void score_lines(const AttentionScratch& s, int padded_dim, int first_query, int first, int end) {
+static inline void score_lines(const AttentionScratch& s, int padded_dim, int first_query, int first, int end,
+                               KeysAhead& ahead) {
     const int8_t* block = s.query_digits + first_query * 2 * padded_dim;
     const Int8Query* queries = s.int8_queries + first_query;
     int k = first / 16 * 16;
-    for (; k + SCORED_TILES_AT_ONCE * 16 <= end; k += SCORED_TILES_AT_ONCE * 16)
+    for (; k + SCORED_TILES_AT_ONCE * 16 <= end; k += SCORED_TILES_AT_ONCE * 16) {
+        ahead.reach(ahead.next + ASKED_WHILE_SCORING);
         score_tiles<QUERIES, SCORED_TILES_AT_ONCE>(s.key_lines + k * padded_dim, padded_dim, block, queries,
                                                    s.key_scales + k, s.weights + k);
+    }
     for (; k < end; k += 16)
         score_tiles<QUERIES, 1>(s.key_lines + k * padded_dim, padded_dim, block, queries, s.key_scales + k,
                                 s.weights + k);
@@ -150,40 +187,12 @@ static inline void weigh_lines(const AttentionScratch& s, int padded_dim, int fi
     for (; lane < padded_dim; lane += 16) weigh_some<QUERIES, 1>(s, padded_dim, lane, first, end, out);
 }
 
-// Where RUN keys and their values lie, and their scales.
-struct Int8Run {
-    const int8_t *keys, *values;
-    const float *key_scales, *value_scales;
-};
-
-static inline Int8Run int8_run(const LayerCache& c, const AttentionRows& rows, int position) {
-    const int64_t block = rows.block_table[position / c.block_size];
-    const int offset = position % c.block_size, head = rows.kv_head;
-    return {(const int8_t*)cached_token(c, block, 0, head, offset),
-            (const int8_t*)cached_token(c, block, 1, head, offset),
-            cached_scale(c, block, 0, head, offset),
-            cached_scale(c, block, 1, head, offset)};
-}
-
-// Ask for keys first..end-1 (positions): a step that computes little on each would wait for them one by one.
-static ALWAYS_INLINED void prefetch_keys(const LayerCache& c, const AttentionRows& rows, int first, int end) {
-    for (int position = first / RUN * RUN; position < end; position += RUN) {
-        const Int8Run run = int8_run(c, rows, position);
-        prefetch((const uint8_t*)run.keys, RUN * c.head_dim);
-        prefetch((const uint8_t*)run.values, RUN * c.head_dim);
-        __builtin_prefetch(run.key_scales, 0, 2);
-        __builtin_prefetch(run.value_scales, 0, 2);
-    }
-}
-
-// Bring keys first..end-1 (offsets in the split) into lines, and their scales together. Keys up to position `last_end`,
-// which are wanted next, are asked for meanwhile.
+// Bring keys first..end-1 (offsets in the split) into lines, and their scales together.
 static void load_lines(const LayerCache& c, const AttentionRows& rows, int padded_dim, int split, int first, int end,
-                       int last_end, AttentionScratch& s) {
+                       KeysAhead& ahead, AttentionScratch& s) {
     const int start = split * SPLIT;
     for (int tile = first / 16 * 16; tile < end; tile += 16) {
-        const int ahead = start + tile + KEYS_AHEAD;
-        prefetch_keys(c, rows, std::min(last_end, ahead), std::min(last_end, ahead + 16));
+        ahead.reach(start + tile + 16 + KEYS_AHEAD);
         const int8_t *keys[16], *values[16];
         for (int offset = 0; offset < 16; offset += RUN) {
             // The second run may be beyond the end: its keys are not seen, any will do.
@@ -192,8 +201,9 @@ static void load_lines(const LayerCache& c, const AttentionRows& rows, int padde
                 keys[offset + i] = run.keys + i * c.head_dim;
                 values[offset + i] = run.values + i * c.head_dim;
             }
-            f_store_n(s.key_scales + tile + offset, f_load_n(run.key_scales, RUN), RUN);
-            f_store_n(s.value_scales + tile + offset, f_load_n(run.value_scales, RUN), RUN);
+            // Not by masked lanes: storing those is slow on Zen 4.
+            memcpy(s.key_scales + tile + offset, run.key_scales, RUN * sizeof(float));
+            memcpy(s.value_scales + tile + offset, run.value_scales, RUN * sizeof(float));
         }
         key_lines(keys, c.head_dim, padded_dim, s.key_lines + tile * padded_dim);
         for (int k = 0; k < 16; k += 4)
@@ -204,9 +214,9 @@ static void load_lines(const LayerCache& c, const AttentionRows& rows, int padde
 // Keys first..end-1 of a split for a block of queries.
 template <int QUERIES>
 static NOT_INLINED void attend_block(const AttentionShape& shape, int first_query, int first, int end,
-                                     AttentionScratch& s) {
+                                     KeysAhead& ahead, AttentionScratch& s) {
     const int dim = shape.padded_dim;
-    score_lines<QUERIES>(s, dim, first_query, first, end);
+    score_lines<QUERIES>(s, dim, first_query, first, end, ahead);
     for (int i = 0, q = first_query; i < QUERIES; i++, q++)
         soft_max_digits(s.weights + i * SPLIT, s.seen[q / shape.group_size], first, end, s.value_scales,
                         s.weight_digits + i * 2 * SPLIT, {s.split_largest + q, s.split_total + q, nullptr},
@@ -215,13 +225,14 @@ static NOT_INLINED void attend_block(const AttentionShape& shape, int first_quer
 }
 
 // One split of `attend`: a block of queries after the other, so that what belongs to it stays in the nearest cache.
-static void attend_split_int8(const AttentionShape& shape, const AttentionRows& rows, AttentionScratch& s) {
+static void attend_split_int8(const AttentionShape& shape, const AttentionRows& rows, KeysAhead& ahead,
+                              AttentionScratch& s) {
     const int group = shape.group_size, queries = rows.num_rows * group;
     for (int q = 0; q < queries; q += QUERY_BLOCK) {
         const int count = std::min(QUERY_BLOCK, queries - q);
         const int first = s.seen[q / group].first, end = s.seen[(q + count - 1) / group].end;
-        if (count == 1) attend_block<1>(shape, q, first, end, s);
-        else if (count == 2) attend_block<2>(shape, q, first, end, s);
-        else attend_block<3>(shape, q, first, end, s);
+        if (count == 1) attend_block<1>(shape, q, first, end, ahead, s);
+        else if (count == 2) attend_block<2>(shape, q, first, end, ahead, s);
+        else attend_block<3>(shape, q, first, end, ahead, s);
     }
 }

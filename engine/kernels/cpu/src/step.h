@@ -162,16 +162,19 @@ struct Program {
         };
         const auto first_split_of = [&](const AttentionItem& item) {
             if (item.split >= 0) return item.split;
-            return shape.window && item.first_position >= shape.window ? (item.first_position - shape.window + 1) / SPLIT
-                                                                       : 0;
+            return std::max(shape.window ? item.first_position - shape.window + 1 : 0, 0) / SPLIT;
+        };
+        const auto end_split_of = [](const AttentionItem& item) {
+            return item.split < 0 ? (item.first_position + item.num_rows - 1) / SPLIT + 1 : item.split + 1;
         };
         phase(PART_ATTENTION, num_items, [&](int index) {
+            if (index + 1 < num_items) {  // most likely this thread's next
+                const AttentionItem& next = items[index + 1];
+                attend_soon(cache, geometry, rows_of(next), first_split_of(next), end_split_of(next));
+            }
             const AttentionItem& item = items[index];
             const AttentionRows rows = rows_of(item);
-            if (index + 1 < num_items)  // most likely this thread's next
-                prefetch_split(cache, geometry, rows_of(items[index + 1]), first_split_of(items[index + 1]));
-            const int first_split = first_split_of(item);
-            const int end_split = item.split < 0 ? (item.first_position + item.num_rows - 1) / SPLIT + 1 : first_split + 1;
+            const int first_split = first_split_of(item), end_split = end_split_of(item);
             const int first_head = item.kv_head * group_size;
             AttentionState* states = own.states;
             for (int q = 0; q < item.num_rows * group_size; q++) {
