@@ -174,8 +174,9 @@ class KvCache:
 
 def _host_memory(num_bytes: int) -> Tensor:
     """Zeroed memory [num_bytes] uint8, in large pages where the system has them: a step reads the cache all over."""
-    # Shared memory, which is the default here, mostly gets no large pages.
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Shared memory gets large pages only where the system says so. Private memory mostly would, but in the middle
+    # of a step: the first touch of 2 MiB takes milliseconds in a virtual machine, in all layers at once.
+    memory = mmap.mmap(-1, num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
