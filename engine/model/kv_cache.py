@@ -6,6 +6,7 @@ as a source and a sink of blocks. Conversions between element types are in `kv_c
 
 import contextlib
 import mmap
+import sys
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -19,6 +20,8 @@ from engine.model.device_bytes import TensorMemory
 from engine.model.kv_convert import read_tokens, split_blocks
 
 _Bytes = npt.NDArray[np.uint8]
+_MADV_POPULATE_WRITE = 23 if sys.platform == "linux" else None
+"""From Linux 5.14 on; `mmap` has no name for it yet."""
 
 
 class KvCache:
@@ -173,13 +176,16 @@ class KvCache:
 
 
 def _host_memory(num_bytes: int) -> Tensor:
-    """Zeroed memory [num_bytes] uint8, in large pages where the system has them: a step reads the cache all over."""
-    # Shared memory gets large pages only where the system says so. Private memory mostly would, but in the middle
-    # of a step: the first touch of 2 MiB takes milliseconds in a virtual machine, in all layers at once.
-    memory = mmap.mmap(-1, num_bytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    """Zeroed memory [num_bytes] uint8, in large pages where the system has them: a step reads the cache all over.
+
+    All of it is there from the start, so that no step waits for pages, and memory that is not there is missed at once.
+    """
+    # Shared memory, which is the default here, mostly gets no large pages.
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in (getattr(mmap, "MADV_HUGEPAGE", None), _MADV_POPULATE_WRITE):
+        if advice is not None:
+            with contextlib.suppress(OSError):  # a kernel without it
+                memory.madvise(advice)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
