@@ -81,8 +81,8 @@ def build_batch(parts: Sequence[SequenceRows], block_size: int) -> StepBatch:
     longs = torch.from_numpy(np.array([*token_ids, *positions, *slots, *logit_rows], dtype=np.int64))
     ints = torch.from_numpy(np.array([*query_start, *context_lens, *tables], dtype=np.int32))
     count, num_seqs = len(token_ids), len(parts)
-    rows = longs.split((count, count, count, len(logit_rows)))
-    starts, lens, flat_tables = ints.split((num_seqs + 1, num_seqs, num_seqs * width))
+    rows = torch.split_with_sizes(longs, (count, count, count, len(logit_rows)))
+    starts, lens, flat_tables = torch.split_with_sizes(ints, (num_seqs + 1, num_seqs, num_seqs * width))
     return StepBatch(
         token_ids=rows[0],
         positions=rows[1],

@@ -32,7 +32,7 @@ _GRADES = evidence_by_grade(SOURCE)
 _REACH_EVERY = 4
 """Runs between two looks at how far drafting pays, each at one length."""
 _REACH_HALVINGS = 6
-_GIVE_UP_AFTER = 64
+GIVE_UP_AFTER = 32
 """So many more steps without drafts than with: what follows a sequence costs a twentieth of its steps."""
 
 
@@ -116,7 +116,7 @@ class EagleDrafter:
         for sequence in sequences:
             request_id = sequence.request_id
             count = self._num_idle[request_id] = self._num_idle.get(request_id, 0) + 1
-            if count >= _GIVE_UP_AFTER:
+            if count >= GIVE_UP_AFTER:
                 self._follower.give_up(request_id)
                 self.forget(request_id)
 
