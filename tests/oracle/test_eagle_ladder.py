@@ -10,7 +10,7 @@ import pytest
 
 from engine.config import KvDtype, SchedulerConfig
 from engine.sequence import Sequence as EngineSequence
-from engine.spec.eagle import GIVE_UP_AFTER
+from engine.spec import eagle
 from engine.types import EngineRequest, RequestId
 from tests.drafting import EagerPacer, make_drafting, make_plain
 from tests.engine_driver import arriving, make_request, run_alone, run_to_end
@@ -104,6 +104,7 @@ def test_drafts_are_the_same_after_a_pause(
     quantized: FolderOf, monkeypatch: pytest.MonkeyPatch, first_draft_at: int
 ) -> None:
     """A head that catches up on many steps at once drafts what it would have drafted after each of them."""
+    monkeypatch.setattr(eagle, "GIVE_UP_AFTER", 100)
 
     def drafts_by_length(start: int) -> dict[int, tuple[int, ...]]:
         drafting = make_drafting(quantized("llama"))
@@ -147,8 +148,8 @@ def test_a_sequence_that_is_not_drafted_for_is_given_up(
             tokens[output.request_id] += output.token_ids
         if not drafting.engine.has_work:
             break
-        assert drafting.follower.can_draft(RequestId(1)) == (step < GIVE_UP_AFTER or len(tokens[1]) == 90)
-        if step == GIVE_UP_AFTER + 6:
+        assert drafting.follower.can_draft(RequestId(1)) == (step < eagle.GIVE_UP_AFTER or len(tokens[1]) == 90)
+        if step == eagle.GIVE_UP_AFTER + 6:
             assert not drafting.follower._waiting
             assert not drafting.follower._newest
             for request in wanted[1:]:
