@@ -38,7 +38,13 @@ class EagerPacer(DraftPacer):
 
     def choose(self, sequences: SequenceOf[Sequence], proposals: SequenceOf[Proposal]) -> list[int]:
         super().choose(sequences, proposals)
-        return [min(len(proposal.token_ids), self.max_draft_tokens) for proposal in proposals]
+        counts = [min(len(proposal.token_ids), self.max_draft_tokens) for proposal in proposals]
+        # Learn from all of them: what the pacer would have chosen depends on how long steps took.
+        self._chosen = {
+            sequence.request_id: proposal.evidence[:count]
+            for sequence, proposal, count in zip(sequences, proposals, counts, strict=True)
+        }
+        return counts
 
 
 @dataclass(frozen=True, slots=True)
