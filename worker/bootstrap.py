@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import torch
 
 from engine.cache.layout import KvLayout
-from engine.config import CacheConfig, KvDtype, SchedulerConfig
+from engine.config import CacheConfig, KvDtype, SchedulerConfig, default_kv_dtype
 from engine.engine import Engine, ExportListener
 from engine.errors import InvalidRequest
 from engine.model.interface import LanguageModel
@@ -19,7 +19,7 @@ from engine.spec.head_follower import HeadFollower
 from engine.spec.head_loader import follow
 from engine.spec.sampling import HostSampler, Sampler
 from worker.drafters import load_head, make_speculation
-from worker.settings import DEFAULT_KV_MEMORY_MIB, WorkerSettings, default_kv_dtype
+from worker.settings import DEFAULT_KV_MEMORY_MIB, WorkerSettings
 
 
 def build_engine(

@@ -16,12 +16,6 @@ DEFAULT_KV_MEMORY_MIB = 512
 TransportChoice = Literal["auto", "shm", "ucx", "grpc"]
 
 
-def default_kv_dtype(*, is_native: bool) -> KvDtype:
-    """Return the element type of the KV cache of a worker on the CPU that is not told one."""
-    # Native attention over int8 works in integers: quickest, at little cost (ADR 9). The torch path is the exact one.
-    return KvDtype.INT8 if is_native else KvDtype.FP32
-
-
 class WorkerSettings(RoleSettings):
     """Run one worker."""
 
@@ -69,7 +63,7 @@ class WorkerSettings(RoleSettings):
     block_size: int = Field(16, description="tokens in a KV block: 8, 16, 32 or 64")
     kv_dtype: KvDtype | None = Field(
         None,
-        description="element type of the KV cache; default: fp16 with native kernels, fp32 with torch's, --dtype on a"
+        description="element type of the KV cache; default: int8 with native kernels, fp32 with torch's, --dtype on a"
         " GPU",
     )
     prefix_cache: bool = Field(True, description="whether KV of finished requests is reused for equal prefixes")

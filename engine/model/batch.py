@@ -54,7 +54,7 @@ class SequenceRows:
 
 def build_batch(parts: Sequence[SequenceRows], block_size: int) -> StepBatch:
     """Return the tensors of one call, on the host; logits come in the order of `parts`."""
-    # A step has streamed all weights through the caches, so code and data come from memory: few calls, whatever is few.
+    # A step has streamed all weights through the caches, so a library call finds its code in memory: make few of them.
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []

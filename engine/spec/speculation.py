@@ -1,6 +1,5 @@
 """Speculation: a drafter and a pacer, as one engine uses them around each step."""
 
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 from engine.scheduler.plan import StepPlan
@@ -37,9 +36,8 @@ class Speculation:
             if length
         }
 
-    def observe(self, plan: StepPlan, outputs: Iterable[SequenceOutput], seconds: float) -> None:
+    def observe(self, plan: StepPlan, outputs: SequenceOf[SequenceOutput], seconds: float) -> None:
         """Learn from a step: what was accepted, and what the step cost."""
-        outputs = list(outputs)
         self._pacer.observe_step(plan, seconds, sum(len(output.token_ids) for output in outputs))
         for output in outputs:
             self.num_draft_tokens += output.num_draft_tokens

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.cache.layout import KvLayout
-from engine.config import KvDtype
+from engine.config import default_kv_dtype
 from engine.errors import InvalidRequest
 from engine.model.batch import SequenceRows, StepBatch, build_batch
 from engine.model.interface import LayerTaps, TappedModel
@@ -51,18 +51,14 @@ class FeatureKey:
     num_tokens: int
 
 
-def quickest_kv_dtype(model: TappedModel) -> KvDtype:
-    """Return the KV cache's element type in which a model writes and reads text: a worker's default on the CPU."""
-    return KvDtype.INT8 if isinstance(model, NativeModel) else KvDtype.FP32
-
-
 class TapReader:
     """Runs whole conversations through the target and returns their hidden states."""
 
     def __init__(self, model: TappedModel, tap_layers: Sequence[int]) -> None:
         self._model = model
         self._tap_layers = tuple(tap_layers)
-        self._layout = KvLayout.of_model(model.fingerprint, model.config, _BLOCK_SIZE, quickest_kv_dtype(model))
+        dtype = default_kv_dtype(is_native=isinstance(model, NativeModel))
+        self._layout = KvLayout.of_model(model.fingerprint, model.config, _BLOCK_SIZE, dtype)
         self._cache: KvCache | None = None
 
     def read(self, texts: Sequence[Sequence[int]]) -> Tensor:

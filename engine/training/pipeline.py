@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.cache.layout import KvLayout
-from engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from engine.config import CacheConfig, ModelConfig, SchedulerConfig, default_kv_dtype
 from engine.engine import Engine
 from engine.errors import InvalidRequest
 from engine.model.interface import TappedModel
@@ -24,7 +24,7 @@ from engine.text.tokenizer import load_tokenizer
 from engine.training.corpus import Conversation, Corpus
 from engine.training.coupling import measure_coupling
 from engine.training.evaluate import Evaluator
-from engine.training.features import Features, prepare_features, quickest_kv_dtype
+from engine.training.features import Features, prepare_features
 from engine.training.generate import Generator
 from engine.training.head import DraftHead
 from engine.training.log import TrainingLog
@@ -137,7 +137,7 @@ def write_text(
     """Let the model write until the folder holds enough; returns all its conversations."""
     tokenizer = load_tokenizer(resolve_model(model_name).path)
     num_blocks = (settings.num_streams + 1) * (settings.max_context // _BLOCK_SIZE + 2)
-    kv_dtype = quickest_kv_dtype(model)
+    kv_dtype = default_kv_dtype(is_native=isinstance(model, NativeModel))
     layout = KvLayout.of_model(model.fingerprint, model.config, _BLOCK_SIZE, kv_dtype)
     engine = Engine(
         model,

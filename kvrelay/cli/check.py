@@ -128,8 +128,8 @@ def _read_config(kind: str, path: Path) -> "ModelConfig":
 
 def _check_kv_memory(settings: "ServeSettings", config: "ModelConfig", kind: str) -> Finding:
     from decode_service.settings import DecodeSettings
-    from engine.config import KvDtype
-    from worker.settings import DEFAULT_KV_MEMORY_MIB, default_kv_dtype
+    from engine.config import KvDtype, default_kv_dtype
+    from worker.settings import DEFAULT_KV_MEMORY_MIB
 
     defaults = DecodeSettings.model_fields
     is_on_gpu = (settings.device or "").startswith("cuda")
