@@ -114,42 +114,42 @@ def save_head(path: Path, head: DraftHeadFile, config: ModelConfig) -> None:
         raise InvalidRequest("out", f"{path} cannot be written: {error.strerror or error}") from error
 
 
-def load_head(path: Path, config: ModelConfig) -> DraftHeadFile:
+def load_head(path: Path, config: ModelConfig, field: str = _FIELD) -> DraftHeadFile:
     """Read a head for a target.
 
     Args:
         path: The .safetensors file.
         config: The target, which the head must fit.
+        field: What errors name.
 
     Raises:
-        InvalidRequest: There is no such file, it is no draft head, or one for a model of another shape; names
-            `draft_head`.
+        InvalidRequest: There is no such file, it is no draft head, or one for a model of another shape; names `field`.
     """
     if not path.is_file():
-        raise InvalidRequest(_FIELD, f"no such file: {path}")
+        raise InvalidRequest(field, f"no such file: {path}")
     try:
         with safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise InvalidRequest(_FIELD, f"{path} cannot be read: {error}") from error
+        raise InvalidRequest(field, f"{path} cannot be read: {error}") from error
     if metadata.get("format") != FORMAT:
         found = json.dumps(metadata.get("format"))
-        raise InvalidRequest(_FIELD, f"{path} is not a draft head: its format is {found} instead of {FORMAT}")
+        raise InvalidRequest(field, f"{path} is not a draft head: its format is {found} instead of {FORMAT}")
     expected = {"target_vocab_size": config.vocab_size, "target_hidden_size": config.hidden_size}
     for name, number in expected.items():
         if metadata.get(name) != str(number):
-            raise InvalidRequest(_FIELD, f"{path} is for another model: {name} is {metadata.get(name)}, not {number}")
+            raise InvalidRequest(field, f"{path} is for another model: {name} is {metadata.get(name)}, not {number}")
     vocab_ids = tensors.pop(VOCAB_IDS, None)
     if vocab_ids is None:
-        raise InvalidRequest(_FIELD, f"{path}: tensor {VOCAB_IDS} is missing")
+        raise InvalidRequest(field, f"{path}: tensor {VOCAB_IDS} is missing")
     try:
         tap_layers = tuple(int(layer) for layer in metadata["tap_layers"].split(","))
         rms_norm_eps = float(metadata["rms_norm_eps"])
     except (KeyError, ValueError) as error:
-        raise InvalidRequest(_FIELD, f"{path}: its metadata is damaged: {error}") from error
+        raise InvalidRequest(field, f"{path}: its metadata is damaged: {error}") from error
     head = DraftHeadFile(tap_layers, vocab_ids, tensors, rms_norm_eps, metadata.get("target_fingerprint", ""))
-    _check(_FIELD, path, head, config)
+    _check(field, path, head, config)
     return head
 
 

@@ -14,7 +14,7 @@ from engine.engine import Engine
 from engine.text.tokenizer import Tokenizer
 from engine.training.corpus import Conversation, Corpus
 from engine.training.settings import GenerationSettings
-from engine.training.topics import Assignment, assign
+from engine.training.topics import FOLLOW_UPS, Assignment, assign
 from engine.types import EngineRequest, RequestId, SamplingParams, SequenceOutput
 
 _MARK = "\x02turn\x02"
@@ -24,11 +24,15 @@ _USER_TEMPERATURE = 0.85
 _USER_TOP_K = 64
 _ANSWER_TOP_K = 128
 """Keeps sampling cheap; what lies below is hardly ever drawn."""
-_SECOND_TURN_SHARE = 0.15
-_SECOND_ANSWER_TOKENS = 192
+_MAX_ANSWER_TOKENS = 512
+_SECOND_TURN_SHARE = 0.35
+_MAX_FOLLOW_UP_TOKENS = 40
+_FOLLOW_UP_MARGIN = 64
+"""More than the template and an opening of a second turn take, and enough for a short answer."""
 _MIN_ANSWER_TOKENS = 4
-_LOOP_WINDOW = 48
-"""An answer whose last tokens repeat a pattern that often is cut: a loop teaches nothing more."""
+_LOOP_WINDOW = 160
+"""An answer whose last tokens are all one short pattern is cut. Small models often fall into loops and a head has to
+learn to follow them, but after so many tokens one teaches nothing more."""
 _LOOP_PERIODS = range(1, 13)
 
 
@@ -46,6 +50,11 @@ class _Draft:
     written: list[int] = field(default_factory=list)
     answers: list[tuple[int, int]] = field(default_factory=list)
     is_answering: bool = False
+
+    @property
+    def follow_up(self) -> str:
+        """How the user's second turn begins."""
+        return random.Random(f"follow-up/{self.seed}").choice(FOLLOW_UPS)
 
 
 class Generator:
@@ -94,14 +103,14 @@ class Generator:
     def _write_user_turn(self, draft: _Draft) -> None:
         assignment = draft.assignment
         if draft.turns:
-            messages, opening = [*draft.turns, ("user", _MARK)], ""
+            messages, opening = [*draft.turns, ("user", _MARK)], draft.follow_up
         else:
             messages, opening = [("system", assignment.system), ("user", _MARK)], assignment.opening
         text = self._tokenizer.render_chat(messages, add_generation_prompt=False).partition(_MARK)[0]
         draft.is_answering = False
         draft.prompt = self._tokenizer.encode(text + opening, add_special_tokens=False)
         params = SamplingParams(
-            max_tokens=assignment.kind.max_user_tokens,
+            max_tokens=_MAX_FOLLOW_UP_TOKENS if draft.turns else assignment.kind.max_user_tokens,
             temperature=_USER_TEMPERATURE,
             top_k=_USER_TOP_K,
             top_p=0.95,
@@ -110,12 +119,11 @@ class Generator:
         self._submit(draft, params)
 
     def _write_answer(self, draft: _Draft) -> None:
-        kind = draft.assignment.kind
         draft.is_answering = True
         draw = random.Random(f"answer/{draft.seed}")
         is_greedy = draw.random() < self._settings.greedy_share
         params = SamplingParams(
-            max_tokens=_SECOND_ANSWER_TOKENS if draft.answers else kind.max_answer_tokens,
+            max_tokens=min(_MAX_ANSWER_TOKENS, self._max_context - len(draft.prompt)),
             temperature=0.0 if is_greedy else draw.uniform(0.7, 1.0),
             top_k=0 if is_greedy else _ANSWER_TOP_K,
             seed=draft.seed + len(draft.answers),
@@ -145,8 +153,7 @@ class Generator:
     def _end_user_turn(self, draft: _Draft) -> Conversation | None:
         assignment = draft.assignment
         text = self._tokenizer.decode(draft.written).rstrip()
-        if not draft.turns:
-            text = assignment.opening + text + assignment.ending
+        text = draft.follow_up + text if draft.turns else assignment.opening + text + assignment.ending
         messages = [*draft.turns, ("user", text)]
         prompt = self._tokenizer.encode_chat(messages)
         if not text.strip() or len(prompt) + _MIN_ANSWER_TOKENS > self._max_context:
@@ -168,6 +175,7 @@ class Generator:
             and len(draft.answers) == 1
             and draw.random() < _SECOND_TURN_SHARE
             and draft.written[-1] in self._tokenizer.eos_token_ids
+            and len(draft.prompt) + _MAX_FOLLOW_UP_TOKENS + _FOLLOW_UP_MARGIN <= self._max_context
         )
         if not goes_on:
             return self._conversation(draft)

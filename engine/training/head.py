@@ -15,10 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from engine.config import ModelConfig
 from engine.spec import head_format as names
 from engine.spec.head_format import DraftHeadFile, weight_shapes
 from engine.training.target import TargetParts
 
+FINDING_KV_HEAD = 0
+"""The query heads of this KV head learn to look where the context holds the coming token already; see `finding.py`."""
 _INITIAL_STD = 0.02
 _SMALL = 0.1
 """Factor on the initial weights of what is added to the residual stream, so that training starts near the features."""
@@ -117,19 +120,20 @@ class DraftHead(nn.Module):
             for name, weight in file.weights.items():
                 self.weight(name).copy_(weight)
 
-    def unroll(self, batch: HeadBatch, num_steps: int) -> list[StepRows]:
-        """Draft `num_steps` tokens from every row of the segments, along the batch's own tokens."""
-        config = self.target.config
-        embedded = self._norm(functional.embedding(batch.token_ids, self.target.embedding), names.EMBEDDING_NORM)
-        fused = functional.linear(batch.taps, self.weight(names.FUSE))
-        features = torch.cat([fused.new_zeros(1, config.hidden_size), fused[:-1]])
-        is_start = torch.zeros(len(features), 1, dtype=torch.bool)
-        is_start[list(batch.sequence_starts)] = True
-        features = features.masked_fill(is_start, 0.0)
+    def unroll(self, batch: HeadBatch, num_steps: int, dtype: torch.dtype = torch.float32) -> list[StepRows]:
+        """Draft `num_steps` tokens from every row of the segments, along the batch's own tokens.
+
+        Args:
+            batch: The sequences.
+            num_steps: At least 1.
+            dtype: In which weights are multiplied; attention, norms and the residual stream are fp32.
+        """
+        products = _Products(self, dtype)
+        embedded, features = self._embedded(batch), self._features(batch, products)
         rotation = self._rotation(batch)
 
-        inputs = torch.cat([embedded, self._norm(features, names.FEATURE_NORM)], dim=1)
-        base = self._keys(inputs, rotation, ())
+        inputs = torch.cat([embedded, self._norm(features, names.FEATURE_NORM)], dim=1).to(dtype)
+        base = self._keys(products, inputs, rotation, ())
         steps: list[StepRows] = []
         drafted: list[_Keys] = []
         segments = list(batch.segments)
@@ -137,13 +141,12 @@ class DraftHead(nn.Module):
         residual = features[rows]
         inputs = inputs[rows]
         while True:
-            query = self._heads(inputs, names.Q_PROJ, rotation, rows)
+            query = self._query(products, inputs, rotation, rows)
             attended = self._attend(query, base, drafted, segments, len(steps))
-            behind = residual + functional.linear(attended, self.weight(names.O_PROJ))
-            normed = self._norm(behind, names.MLP_NORM)
-            gated = functional.silu(functional.linear(normed, self.weight(names.GATE_PROJ)))
-            inner = gated * functional.linear(normed, self.weight(names.UP_PROJ))
-            given = behind + functional.linear(inner, self.weight(names.DOWN_PROJ))
+            behind = residual + products.linear(attended.to(dtype), names.O_PROJ)
+            normed = self._norm(behind, names.MLP_NORM).to(dtype)
+            inner = functional.silu(products.linear(normed, names.GATE_PROJ)) * products.linear(normed, names.UP_PROJ)
+            given = behind + products.linear(inner.to(dtype), names.DOWN_PROJ)
             steps.append(StepRows(rows, self._norm(given, names.OUTPUT_NORM)))
             if len(steps) == num_steps:
                 return steps
@@ -152,9 +155,55 @@ class DraftHead(nn.Module):
             residual = torch.cat([part[:-1] for part in given.split(lengths)])
             segments = [Segment(each.sequence_start, min(each.first + 1, each.end), each.end) for each in segments]
             rows = _rows(segments)
-            inputs = torch.cat([embedded[rows], self._norm(residual, names.FEATURE_NORM)], dim=1)
+            inputs = torch.cat([embedded[rows], self._norm(residual, names.FEATURE_NORM)], dim=1).to(dtype)
             offsets = tuple(accumulate((each.end - each.first for each in segments), initial=0))
-            drafted.append(self._keys(inputs, (rotation[0][rows], rotation[1][rows]), offsets))
+            drafted.append(self._keys(products, inputs, (rotation[0][rows], rotation[1][rows]), offsets))
+
+    def find(self, batch: HeadBatch, dtype: torch.dtype = torch.float32) -> Tensor:
+        """How well the heads of `FINDING_KV_HEAD` find what comes next in the context.
+
+        Only their query and key weights get gradients from it.
+
+        Args:
+            batch: The sequences; the text itself says what comes next.
+            dtype: In which features are computed.
+
+        Returns:
+            [n] of the rows behind which a token comes that the context holds already: the share of these heads'
+            attention that goes to rows of that token, whose values can tell it.
+        """
+        config = self.target.config
+        with torch.no_grad():
+            features = self._norm(self._features(batch, _Products(self, dtype)), names.FEATURE_NORM)
+            inputs = torch.cat([self._embedded(batch), features], dim=1)
+        rotation = self._rotation(batch)
+        places = finding_rows(config)
+        key = _rotate(functional.linear(inputs, self.weight(names.K_PROJ)[places.key])[:, None], rotation)[:, 0]
+        query = functional.linear(inputs, self.weight(names.Q_PROJ)[places.query]).unflatten(1, (-1, config.head_dim))
+        query = _rotate(query, rotation) * config.head_dim**-0.5
+        following = torch.cat([batch.token_ids[1:], torch.tensor([-1])])
+        following[[start - 1 for start in batch.sequence_starts]] = -1  # the batch does not hold what follows
+        found: list[Tensor] = []
+        for segment in batch.segments:
+            rows, keys = slice(segment.first, segment.end), slice(segment.sequence_start, segment.end)
+            is_hidden = torch.ones(segment.end - segment.first, segment.end - segment.sequence_start, dtype=torch.bool)
+            is_hidden.triu_(segment.first - segment.sequence_start + 1)
+            scores = (query[rows].transpose(0, 1) @ key[keys].T).masked_fill(is_hidden, -torch.inf)
+            is_same = (following[rows, None] == batch.token_ids[keys]) & ~is_hidden
+            share = (scores.softmax(-1).mean(0) * is_same).sum(1)
+            found.append(share[is_same.any(1)])
+        return torch.cat(found)
+
+    def _embedded(self, batch: HeadBatch) -> Tensor:
+        return self._norm(functional.embedding(batch.token_ids, self.target.embedding), names.EMBEDDING_NORM)
+
+    def _features(self, batch: HeadBatch, products: "_Products") -> Tensor:
+        """Of the position before each row; 0 at a sequence's start."""
+        fused = products.linear(batch.taps.to(products.dtype), names.FUSE)
+        features = torch.cat([fused.new_zeros(1, fused.shape[1]), fused[:-1]])
+        is_start = torch.zeros(len(features), 1, dtype=torch.bool)
+        is_start[list(batch.sequence_starts)] = True
+        return features.masked_fill(is_start, 0.0)
 
     def _attend(
         self, query: Tensor, base: _Keys, drafted: Sequence[_Keys], segments: Sequence[Segment], num_before: int
@@ -189,15 +238,17 @@ class DraftHead(nn.Module):
             results.append(attended.permute(2, 0, 1, 3).reshape(count, -1))
         return torch.cat(results)
 
-    def _keys(self, inputs: Tensor, rotation: tuple[Tensor, Tensor], offsets: tuple[int, ...]) -> _Keys:
+    def _keys(
+        self, products: "_Products", inputs: Tensor, rotation: tuple[Tensor, Tensor], offsets: tuple[int, ...]
+    ) -> _Keys:
         config = self.target.config
-        key = functional.linear(inputs, self.weight(names.K_PROJ)).unflatten(1, (config.num_kv_heads, config.head_dim))
-        value = functional.linear(inputs, self.weight(names.V_PROJ))
-        return _Keys(_rotate(key, rotation), value.unflatten(1, (config.num_kv_heads, config.head_dim)), offsets)
+        key = products.linear(inputs, names.K_PROJ).unflatten(1, (config.num_kv_heads, config.head_dim))
+        value = products.linear(inputs, names.V_PROJ).unflatten(1, (config.num_kv_heads, config.head_dim))
+        return _Keys(_rotate(key, rotation), value, offsets)
 
-    def _heads(self, inputs: Tensor, name: str, rotation: tuple[Tensor, Tensor], rows: Tensor) -> Tensor:
+    def _query(self, products: "_Products", inputs: Tensor, rotation: tuple[Tensor, Tensor], rows: Tensor) -> Tensor:
         config = self.target.config
-        heads = functional.linear(inputs, self.weight(name)).unflatten(1, (config.num_heads, config.head_dim))
+        heads = products.linear(inputs, names.Q_PROJ).unflatten(1, (config.num_heads, config.head_dim))
         return _rotate(heads, (rotation[0][rows], rotation[1][rows]))
 
     def _rotation(self, batch: HeadBatch) -> tuple[Tensor, Tensor]:
@@ -211,6 +262,36 @@ class DraftHead(nn.Module):
     def _norm(self, x: Tensor, name: str) -> Tensor:
         weight = self.weight(name)
         return functional.rms_norm(x, weight.shape, weight, self.target.config.rms_norm_eps)
+
+
+@dataclass(frozen=True, slots=True)
+class FindingRows:
+    """Where the finding heads' weights are."""
+
+    key: slice
+    """Rows of k_proj and v_proj."""
+    query: slice
+    """Rows of q_proj, columns of o_proj."""
+
+
+def finding_rows(config: ModelConfig) -> FindingRows:
+    """Return them for a target of this shape."""
+    first, width = FINDING_KV_HEAD * config.head_dim, config.head_dim
+    groups = config.num_heads // config.num_kv_heads
+    return FindingRows(slice(first, first + width), slice(first * groups, (first + width) * groups))
+
+
+class _Products:
+    """A head's matrices in the type they are multiplied in, converted once for all draft steps."""
+
+    def __init__(self, head: DraftHead, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        shapes = weight_shapes(head.target.config, len(head.tap_layers))
+        self._matrices = {name: head.weight(name).to(dtype) for name, shape in shapes.items() if len(shape) > 1}
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """Multiply rows of the matrices' type; returns fp32."""
+        return functional.linear(x, self._matrices[name]).float()
 
 
 def _key(name: str) -> str:

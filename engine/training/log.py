@@ -27,6 +27,8 @@ class TrainingLog:
     """Places in `conversations` of those that are not trained on."""
     generation: GenerationSettings
     training: TrainingSettings
+    started_from: str | None = None
+    """File name of the head that the run went on from."""
 
     def write(self, history: Sequence[HistoryEntry], couplings: Sequence[Coupling] = ()) -> None:
         """Write what there is so far.
@@ -47,6 +49,7 @@ class TrainingLog:
                 "tap_layers": self.head.tap_layers,
                 "num_vocab_ids": len(self.head.vocab_ids),
                 "num_parameters": sum(weight.numel() for weight in self.head.parameters()),
+                "started_from": self.started_from,
             },
             "generation": asdict(self.generation),
             "training": asdict(self.training),

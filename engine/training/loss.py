@@ -34,8 +34,8 @@ def head_loss(hidden: Tensor, output_rows: Tensor, teaching: Teaching) -> Tensor
     """Return the weighted sum of the rows' cross entropies; divide by the sum of weights for the mean.
 
     Args:
-        hidden: [num_rows, hidden_size], gets a gradient.
-        output_rows: [num_vocab_ids, hidden_size], gets none.
+        hidden: [num_rows, hidden_size] fp32, gets a gradient.
+        output_rows: [num_vocab_ids, hidden_size], gets none; of the type in which it is multiplied.
         teaching: Of the same rows.
     """
     apply: Callable[..., Tensor] = _HeadLoss.apply
@@ -47,11 +47,13 @@ class _HeadLoss(torch.autograd.Function):
     def forward(
         context: Any, hidden: Tensor, output_rows: Tensor, indices: Tensor, shares: Tensor, weights: Tensor
     ) -> Tensor:
+        dtype = output_rows.dtype
+        given = hidden.to(dtype)
         gradient = torch.empty_like(hidden)
         total = hidden.new_zeros(())
         for start in range(0, len(hidden), _BLOCK_ROWS):
             part = slice(start, start + _BLOCK_ROWS)
-            logits = hidden[part] @ output_rows.T
+            logits = (given[part] @ output_rows.T).to(hidden.dtype)
             largest = logits.amax(1, keepdim=True)
             expected = (logits.gather(1, indices[part]) * shares[part]).sum(1)
             odds = logits.sub_(largest).exp_()
@@ -60,7 +62,7 @@ class _HeadLoss(torch.autograd.Function):
             total += (row_losses * weights[part]).sum()
             scale = weights[part][:, None]
             difference = odds.mul_(scale / normaliser).scatter_add_(1, indices[part], -shares[part] * scale)
-            torch.matmul(difference, output_rows, out=gradient[part])
+            gradient[part] = difference.to(dtype) @ output_rows
         context.save_for_backward(gradient)
         return total
 

@@ -23,13 +23,26 @@ class HeadOptimizer:
     """Updates named parameters; its whole state is named tensors."""
 
     def __init__(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], learning_rate: float, weight_decay: float
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        learning_rate: float,
+        weight_decay: float,
+        product_dtype: torch.dtype = torch.float32,
     ) -> None:
+        """Update these parameters.
+
+        Args:
+            parameters: fp32, by name.
+            learning_rate: Of matrices, at its peak.
+            weight_decay: Of matrices, per step at the peak learning rate 1.
+            product_dtype: Of Muon's matrix products.
+        """
         named = dict(parameters)
         self._matrices = {name: weight for name, weight in named.items() if weight.dim() > 1}
         self._vectors = {name: weight for name, weight in named.items() if weight.dim() == 1}
         self._learning_rate = learning_rate
         self._weight_decay = weight_decay
+        self._product_dtype = product_dtype
         self._momenta = {name: torch.zeros_like(weight) for name, weight in self._matrices.items()}
         self._adam = torch.optim.AdamW(
             list(self._vectors.values()), lr=learning_rate * _VECTOR_RATE, betas=_BETAS, weight_decay=0.0
@@ -57,7 +70,7 @@ class HeadOptimizer:
             momentum = self._momenta[name]
             momentum.mul_(_MOMENTUM).add_(weight.grad)
             # Nesterov: look ahead along the momentum.
-            direction = orthogonalise(weight.grad.add(momentum, alpha=_MOMENTUM))
+            direction = orthogonalise(weight.grad.add(momentum, alpha=_MOMENTUM), self._product_dtype)
             tallness = max(1.0, weight.shape[0] / weight.shape[1]) ** 0.5
             weight.mul_(1 - rate * self._weight_decay).add_(direction, alpha=-rate * tallness)
 
@@ -77,13 +90,19 @@ class HeadOptimizer:
             self._adam.state[weight] = {part: tensors[f"{part}.{name}"] for part in ("step", "exp_avg", "exp_avg_sq")}
 
 
-def orthogonalise(matrix: Tensor) -> Tensor:
-    """Return about the nearest matrix whose singular values are all the same, near 1."""
+def orthogonalise(matrix: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return about the nearest matrix whose singular values are all the same, near 1.
+
+    Args:
+        matrix: fp32, as the result is.
+        dtype: Of the products; bf16 is exact enough, since the iteration drives all singular values near 1 anyway.
+    """
     first, second, third = _NEWTON_SCHULZ
     is_tall = matrix.shape[0] > matrix.shape[1]
     result: Tensor = matrix.T if is_tall else matrix
-    result = result / (result.norm() + 1e-7)
+    result = (result / (result.norm() + 1e-7)).to(dtype)
     for _ in range(_NUM_ITERATIONS):
         gram = result @ result.T
         result = first * result + (second * gram + third * gram @ gram) @ result
+    result = result.to(matrix.dtype)
     return result.T if is_tall else result

@@ -19,7 +19,7 @@ from engine.model.llama import LlamaModel
 from engine.model.loader import load_config, load_model
 from engine.model.native import NativeModel
 from engine.model.source import resolve_model
-from engine.spec.head_format import load_head, save_head
+from engine.spec.head_format import DraftHeadFile, load_head, save_head
 from engine.text.tokenizer import load_tokenizer
 from engine.training.corpus import Conversation, Corpus
 from engine.training.coupling import measure_coupling
@@ -69,6 +69,7 @@ def train_drafter(
     generation: GenerationSettings,
     training: TrainingSettings,
     progress: Progress,
+    start_from: Path | None = None,
 ) -> TrainedHead:
     """Let a model write text, train a head on it and write the head's file and, beside it, the log of its training.
 
@@ -79,17 +80,19 @@ def train_drafter(
         generation: How the text is written.
         training: How the head learns.
         progress: Told now and then.
+        start_from: A head of the same model to go on from; None = a fresh one.
 
     Raises:
-        InvalidRequest: Names what is wrong: the model, a setting, `out` or `work_dir`.
+        InvalidRequest: Names what is wrong: the model, a setting, `out`, `work_dir` or `start_from`.
     """
     if out.suffix != ".safetensors":
         raise InvalidRequest("out", f"{out} must end in .safetensors")
     if not out.absolute().parent.is_dir():
         raise InvalidRequest("out", f"there is no folder {out.absolute().parent}")
-    num_layers = load_config(model_name).num_layers
-    taps = training.tap_layers or default_tap_layers(num_layers)
-    _check_taps(taps, num_layers)
+    config = load_config(model_name)
+    taps = training.tap_layers or default_tap_layers(config.num_layers)
+    _check_taps(taps, config.num_layers)
+    start = _load_start(start_from, config, taps) if start_from is not None else None
     model = load_model(model_name, num_threads=generation.num_threads or None)
     if not isinstance(model, LlamaModel | NativeModel):
         raise InvalidRequest("model", "runs on kernels that give no hidden states")
@@ -111,11 +114,14 @@ def train_drafter(
     )
     head = DraftHead(target, taps, vocab_ids)
     head.initialise(torch.Generator().manual_seed(training.seed), tap_scales(features, len(taps)))
+    if start is not None:
+        head.load(start)
     folder = work_dir / _TRAINING
     folder.mkdir(exist_ok=True)
     trainer = Trainer(head, features, training, folder, [each.num_answer_tokens for each in conversations])
     name = resolve_model(model_name).name
-    log = TrainingLog(out.with_suffix(".json"), name, head, conversations, held_out, generation, training)
+    started_from = start_from.name if start_from is not None else None
+    log = TrainingLog(out.with_suffix(".json"), name, head, conversations, held_out, generation, training, started_from)
 
     def keep(_: HistoryEntry) -> None:
         save_head(out, head.to_file(model.fingerprint), target.config)
@@ -197,6 +203,13 @@ def _check_taps(taps: Sequence[int], num_layers: int) -> None:
         raise InvalidRequest(
             "tap_layers", f"must be ascending and end with the model's last layer, {num_layers - 1}; not {list(taps)}"
         )
+
+
+def _load_start(path: Path, config: ModelConfig, taps: Sequence[int]) -> DraftHeadFile:
+    start = load_head(path, config, "start_from")
+    if start.tap_layers != tuple(taps):
+        raise InvalidRequest("start_from", f"{path} sees layers {list(start.tap_layers)}, not {list(taps)}")
+    return start
 
 
 def _check_run(work_dir: Path, fingerprint: str, seed: int, training: TrainingSettings) -> None:

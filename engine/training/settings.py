@@ -19,9 +19,9 @@ class GenerationSettings:
     seed: int = 1
     num_streams: int = 32
     """Conversations written at once."""
-    max_context: int = 1024
+    max_context: int = 1536
     """Longest conversation in tokens."""
-    greedy_share: float = 0.6
+    greedy_share: float = 0.7
     """Share of answers that are greedy; the others are sampled at a temperature between 0.7 and 1."""
     num_threads: int = 0
     """Threads of the native kernels; 0 = as many as the machine has cores."""
@@ -54,9 +54,11 @@ class TrainingSettings:
     learning_rate: float = 0.02
     """Its peak; it rises linearly at first and then falls along a cosine."""
     weight_decay: float = 0.01
-    num_draft_steps: int = 3
+    num_draft_steps: int = 5
     """Draft steps that are trained."""
-    checkpoint_minutes: float = 4.0
+    num_finding_steps: int = 500
+    """Steps before all others in which some of the head's attention learns to find; see `finding.py`."""
+    checkpoint_minutes: float = 6.0
     """Time between evaluations, each of which saves the head if it is the best so far."""
 
     def __post_init__(self) -> None:

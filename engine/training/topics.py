@@ -43,7 +43,6 @@ class Kind:
     endings: tuple[str, ...] = ("",)
     """Added to what the model wrote for the user."""
     max_user_tokens: int = 80
-    max_answer_tokens: int = 320
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +54,24 @@ class Assignment:
     opening: str
     ending: str
 
+
+FOLLOW_UPS = (
+    "",
+    "Summarize",
+    "Summarize your answer in",
+    "Rewrite your answer",
+    "Repeat your answer, but",
+    "Correct the mistakes in your answer and return all of it.",
+    "Return your whole answer again with",
+    "Translate your answer into",
+    "Make your answer shorter",
+    "Explain",
+    "Based on your answer,",
+    "Which words of your answer",
+    "List the main points of your answer",
+    "Continue.",
+)
+"""How a user's second turn begins. Most ask for much of what was said already: copying has to be learned too."""
 
 _ANY = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
@@ -186,7 +203,6 @@ KINDS: tuple[Kind, ...] = (
             "name of",
         ),
         max_user_tokens=40,
-        max_answer_tokens=160,
     ),
     Kind(
         "translation",
@@ -212,7 +228,6 @@ KINDS: tuple[Kind, ...] = (
             "Translate English to French: The",
         ),
         max_user_tokens=60,
-        max_answer_tokens=160,
     ),
     Kind(
         "summarization",
@@ -229,7 +244,6 @@ KINDS: tuple[Kind, ...] = (
             "Give me a short summary of this report about {subject}: ",
         ),
         max_user_tokens=420,
-        max_answer_tokens=220,
     ),
     Kind(
         "retrieval",
@@ -254,7 +268,6 @@ KINDS: tuple[Kind, ...] = (
             "",
         ),
         max_user_tokens=520,
-        max_answer_tokens=180,
     ),
 )
 

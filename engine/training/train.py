@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.training.evaluate import NUM_POSITIONS, Evaluator, HeldOut
 from engine.training.features import Features
+from engine.training.finding import FINDING_BATCH_TOKENS, finding_loss, teach_finding
 from engine.training.head import DraftHead, HeadBatch
 from engine.training.loss import Teaching, head_loss
 from engine.training.optimizer import HeadOptimizer
@@ -30,8 +31,9 @@ _LAST_RATE = 0.02
 """Share of the peak learning rate at the end."""
 _STEP_WEIGHT = 0.8
 """How much less each further draft step counts: it matters only when those before were right."""
-_RAMP = (0.4, 0.7)
-"""Progress at which a second draft step is trained too, and a third: the first is what all others rest on."""
+_RAMP = (0.15, 0.3, 0.5, 0.7)
+"""Progress at which a second draft step is trained too, a third and so on: the first is what all others rest on."""
+_FINDING_WEIGHT = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,11 @@ class Trainer:
         self._settings = settings
         self._folder = folder
         self._answer_tokens = answer_tokens
-        self._optimizer = HeadOptimizer(head.weights.items(), settings.learning_rate, settings.weight_decay)
+        self._dtype = product_dtype()
+        self._output_rows = head.output_rows.to(self._dtype)
+        self._optimizer = HeadOptimizer(
+            head.weights.items(), settings.learning_rate, settings.weight_decay, self._dtype
+        )
         self.history: list[HistoryEntry] = []
         self.num_steps = 0
         self._minutes_before = 0.0
@@ -96,7 +102,10 @@ class Trainer:
         """
         started = last_entry = time.monotonic()
         losses: list[float] = []
-        batches = self._batches(training)
+        if not self.num_steps:
+            self._teach_finding(training, progress)
+            started = last_entry = time.monotonic()
+        batches = self._batches(training, self._settings.batch_tokens)
         for _ in range(self.num_steps):
             next(batches)
         while True:
@@ -122,6 +131,7 @@ class Trainer:
         batch, teaching = self._features.batch(numbers), self._features.teaching(numbers)
         num_draft_steps = min(self._settings.num_draft_steps, 1 + sum(share >= each for each in _RAMP))
         losses = self._losses(batch, teaching, num_draft_steps)
+        losses.append(finding_loss(self._head, batch, self._dtype) * _FINDING_WEIGHT)
         self._optimizer.zero_grad()
         sum(losses[1:], losses[0]).backward()
         torch.nn.utils.clip_grad_norm_(self._head.parameters(), _MAX_GRADIENT_NORM)
@@ -132,15 +142,21 @@ class Trainer:
         """The draft steps' mean losses, each with its weight."""
         losses: list[Tensor] = []
         place = torch.full((len(batch.token_ids),), -1)
-        for number, step in enumerate(self._head.unroll(batch, num_draft_steps)):
+        for number, step in enumerate(self._head.unroll(batch, num_draft_steps, self._dtype)):
             if number == 0:
                 place[step.rows] = torch.arange(len(step.rows))
             own = teaching.select(place[step.rows])
-            loss = head_loss(step.hidden, self._head.output_rows, own)
+            loss = head_loss(step.hidden, self._output_rows, own)
             losses.append(loss * (_STEP_WEIGHT**number / own.weights.sum().clamp_min(1.0)))
         return losses
 
-    def _batches(self, training: Sequence[int]) -> Iterator[list[int]]:
+    def _teach_finding(self, training: Sequence[int], progress: Callable[[float, str], None]) -> None:
+        generator = torch.Generator().manual_seed(self._settings.seed)
+        batches = (self._features.batch(each) for each in self._batches(training, FINDING_BATCH_TOKENS))
+        num_steps = self._settings.num_finding_steps
+        teach_finding(self._head, batches, generator, self._dtype, num_steps, lambda line: progress(0.0, line))
+
+    def _batches(self, training: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
         """Batches without end: every conversation once, in a new order, again and again."""
         epoch = 0
         while True:
@@ -151,7 +167,7 @@ class Trainer:
             for number in order:
                 batch.append(number)
                 size += self._answer_tokens[number]
-                if size >= self._settings.batch_tokens:
+                if size >= batch_tokens:
                     yield batch
                     batch, size = [], 0
             if batch:
@@ -197,6 +213,12 @@ class Trainer:
             for name, weight in self._head.weights.items():
                 weight.copy_(tensors[f"weight.{name}"])
         self._optimizer.load_state(tensors)
+
+
+def product_dtype() -> torch.dtype:
+    """Return the type in which this processor multiplies matrices fastest; weights and sums stay fp32."""
+    known = torch.cpu.get_capabilities()
+    return torch.bfloat16 if known.get("avx512_bf16") or known.get("amx_bf16") else torch.float32
 
 
 def rate_factor(share: float) -> float:

@@ -32,6 +32,10 @@ def train_drafter(
         Path | None,
         typer.Option("--work-dir", help="Text, features and checkpoints; a run started again goes on from them."),
     ] = None,
+    start_from: Annotated[
+        Path | None,
+        typer.Option("--start-from", metavar="FILE.safetensors", help="A head of the same model to go on from."),
+    ] = None,
     tokens: Annotated[int, typer.Option("--tokens", help="Answer tokens that the model writes.")] = 600_000,
     text_minutes: Annotated[float, typer.Option("--text-minutes", help="Longest time for writing them.")] = 30.0,
     minutes: Annotated[float, typer.Option("--minutes", help="How long the head is trained.")] = 60.0,
@@ -40,7 +44,7 @@ def train_drafter(
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the text, its order and the head's first weights.")] = 1,
     streams: Annotated[int, typer.Option("--streams", help="Conversations written at once.")] = 32,
-    context: Annotated[int, typer.Option("--context", help="Longest conversation in tokens.")] = 1024,
+    context: Annotated[int, typer.Option("--context", help="Longest conversation in tokens.")] = 1536,
     vocab_size: Annotated[int, typer.Option("--vocab-size", help="Tokens that the head can propose.")] = 8192,
     tap_layers: Annotated[
         str | None,
@@ -82,7 +86,7 @@ def train_drafter(
             if threads:
                 torch.set_num_threads(threads)
             work_folder = work_dir or out_file.with_suffix(".work")
-            trained = train(model, out_file, work_folder, generation, training, bars.update)
+            trained = train(model, out_file, work_folder, generation, training, bars.update, start_from)
         if as_json:
             history = [asdict(entry) for entry in trained.history]
             print(json.dumps({"head": str(trained.path), "log": str(trained.log_path), "history": history}))

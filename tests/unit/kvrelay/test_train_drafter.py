@@ -22,6 +22,7 @@ class _Recorded:
         self.generation: GenerationSettings | None = None
         self.training: TrainingSettings | None = None
         self.places: tuple[str, Path, Path] | None = None
+        self.start_from: Path | None = None
 
     def train(
         self,
@@ -31,7 +32,9 @@ class _Recorded:
         generation: GenerationSettings,
         training: TrainingSettings,
         progress: pipeline.Progress,
+        start_from: Path | None,
     ) -> pipeline.TrainedHead:
+        self.start_from = start_from
         self.places, self.generation, self.training = (model, out, work_dir), generation, training
         progress("text", 0.5, "10 answer tokens")
         progress("training", 1.0, "step 40, loss 3.250")
@@ -49,9 +52,11 @@ def test_flags_reach_the_training(recorded: _Recorded, tmp_path: Path) -> None:
     out = tmp_path / "head.safetensors"
     flags = ["--out", str(out), "--model", "some/model", "--tokens", "5000", "--text-minutes", "2", "--steps", "40"]
     flags += ["--seed", "7", "--streams", "3", "--context", "256", "--vocab-size", "900", "--tap-layers", "1,4,8"]
+    flags += ["--start-from", "older.safetensors"]
     result = CliRunner().invoke(app, ["train-drafter", *flags, "--json"])
     assert result.exit_code == 0, result.output
     assert recorded.places == ("some/model", out, tmp_path / "head.work")
+    assert recorded.start_from == Path("older.safetensors")
     assert recorded.generation == GenerationSettings(
         num_tokens=5000, minutes=2.0, seed=7, num_streams=3, max_context=256
     )

@@ -74,9 +74,9 @@ def test_chat_model_writes_the_users_turn_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("period", "is_loop"), [(1, True), (5, True), (12, True), (13, False)])
 def test_short_patterns_over_and_over_are_loops(period: int, is_loop: bool) -> None:
-    tokens = [index % period for index in range(120)]
+    tokens = [index % period for index in range(240)]
     assert is_looping([7, 8, *tokens]) is is_loop
-    assert not is_looping(tokens[:40])
+    assert not is_looping(tokens[:150])
     assert not is_looping([*tokens, 99])
 
 

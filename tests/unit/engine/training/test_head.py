@@ -100,6 +100,15 @@ def test_each_draft_step_is_what_drafting_from_that_row_gives(head: DraftHead, b
     assert seen == sum(len(step.rows) for step in steps)
 
 
+def test_products_in_bf16_stay_near_those_in_fp32(head: DraftHead, batch: HeadBatch) -> None:
+    exact = torch.cat([step.hidden for step in head.unroll(batch, NUM_STEPS)])
+    coarse = torch.cat([step.hidden for step in head.unroll(batch, NUM_STEPS, torch.bfloat16)])
+    assert coarse.dtype == torch.float32
+    assert 0 < (coarse - exact).norm() / exact.norm() < 0.02
+    coarse.sum().backward()
+    assert all(weight.grad is not None and weight.grad.dtype == torch.float32 for weight in head.parameters())
+
+
 def test_sequences_beside_it_do_not_change_a_row(head: DraftHead, batch: HeadBatch) -> None:
     together = head.unroll(batch, 2)
     alone = head.unroll(HeadBatch(batch.token_ids[9:13], batch.taps[9:13], (0,), (Segment(0, 0, 4),)), 2)

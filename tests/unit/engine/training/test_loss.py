@@ -1,6 +1,7 @@
 """The fused loss against plain cross entropy."""
 
 import torch
+from torch import Tensor
 
 from engine.training.loss import Teaching, head_loss
 
@@ -29,6 +30,23 @@ def test_loss_and_gradient_are_those_of_cross_entropy() -> None:
     assert plain.grad is not None
     torch.testing.assert_close(head_loss(hidden, output_rows, teaching), expected)
     torch.testing.assert_close(hidden.grad, plain.grad)
+
+
+def test_products_in_bf16_stay_near_those_in_fp32() -> None:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(700, 16, generator=generator)
+    output_rows = torch.randn(50, 16, generator=generator)
+    teaching = _teaching(700, generator)
+    losses: list[Tensor] = []
+    gradients: list[Tensor] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        given = hidden.clone().requires_grad_()
+        losses.append(head_loss(given, output_rows.to(dtype), teaching))
+        losses[-1].backward()
+        assert given.grad is not None
+        gradients.append(given.grad)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=0.0)
+    assert 0 < (gradients[1] - gradients[0]).norm() / gradients[0].norm() < 0.02
 
 
 def test_rows_of_no_weight_teach_nothing() -> None:

@@ -18,15 +18,23 @@ from engine.training.settings import GenerationSettings, TrainingSettings
 from engine.training.train import rate_factor
 
 GENERATION = GenerationSettings(num_tokens=600, minutes=5, seed=2, num_streams=8, max_context=64)
-TRAINING = TrainingSettings(num_steps=24, seed=2, vocab_size=128, batch_tokens=200, checkpoint_minutes=1e-6)
+TRAINING = TrainingSettings(
+    num_steps=24, seed=2, vocab_size=128, batch_tokens=200, num_finding_steps=10, checkpoint_minutes=1e-6
+)
 
 
-def _train(source: Path, folder: Path, training: TrainingSettings = TRAINING, text: Path | None = None) -> TrainedHead:
+def _train(
+    source: Path,
+    folder: Path,
+    training: TrainingSettings = TRAINING,
+    text: Path | None = None,
+    start_from: Path | None = None,
+) -> TrainedHead:
     folder.mkdir(exist_ok=True)
     out, work = folder / "head.safetensors", folder / "work"
     if text is not None:
         shutil.copytree(text, work / "text", dirs_exist_ok=True)
-    return train_drafter(str(source), out, work, GENERATION, training, lambda part, share, line: None)
+    return train_drafter(str(source), out, work, GENERATION, training, lambda part, share, line: None, start_from)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +80,23 @@ def test_run_goes_on_from_its_work_folder(tiny_target: Path, tmp_path: Path, tex
     assert (tmp_path / "work" / "text" / "tokens.u32").read_bytes() == (text / "tokens.u32").read_bytes()
     assert taps.stat().st_mtime_ns == written_ns
     assert [entry.step for entry in trained.history] == list(range(1, 10))
+
+
+def test_run_goes_on_from_another_head(tiny_target: Path, tmp_path: Path, text: Path) -> None:
+    first = _train(tiny_target, tmp_path / "first", text=text)
+    second = _train(tiny_target, tmp_path / "second", replace(TRAINING, num_steps=2), text, first.path)
+    assert second.history[-1].loss < first.history[0].loss
+    assert json.loads(second.log_path.read_text())["head"]["started_from"] == "head.safetensors"
+
+
+def test_head_to_go_on_from_must_fit(tiny_target: Path, tmp_path: Path, text: Path) -> None:
+    first = _train(tiny_target, tmp_path / "first", replace(TRAINING, num_steps=1, tap_layers=(1,)), text)
+    with pytest.raises(InvalidRequest, match=r"sees layers \[1\], not \[0, 1\]") as caught:
+        _train(tiny_target, tmp_path / "second", start_from=first.path)
+    assert caught.value.field == "start_from"
+    with pytest.raises(InvalidRequest, match="no such file") as caught:
+        _train(tiny_target, tmp_path / "third", start_from=tmp_path / "missing.safetensors")
+    assert caught.value.field == "start_from"
 
 
 def test_work_folder_of_another_run_is_refused(tiny_target: Path, tmp_path: Path, text: Path) -> None:
