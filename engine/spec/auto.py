@@ -56,6 +56,5 @@ class AutoDrafter:
         self._head.forget(request_id)
 
     def _usual_promise(self, sequence: Sequence, limit: int) -> float:
-        """How many tokens of a head's proposal are usually accepted, were it as long as allowed."""
-        chance = self._pacer.acceptance.typical(sequence.request_id, self._head_source)
-        return chance * (1.0 - chance ** max(limit, 0)) / (1.0 - chance)
+        """How many tokens of a head's proposal are usually accepted."""
+        return min(self._pacer.starts.expected(sequence.request_id, self._head_source).accepted, float(limit))

@@ -32,7 +32,7 @@ _GRADES = evidence_by_grade(SOURCE)
 _REACH_EVERY = 4
 """Runs between two looks at how far drafting pays, each at one length."""
 _REACH_HALVINGS = 6
-GIVE_UP_AFTER = 32
+GIVE_UP_AFTER = 256
 """So many more steps without drafts than with: what follows a sequence costs a twentieth of its steps."""
 
 

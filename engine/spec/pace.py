@@ -7,6 +7,7 @@ together, as long as they gain: drafting fades out by itself as the batch fills 
 decides only. What chances are is in `acceptance.py`, what steps cost in `cost.py`.
 """
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Sequence as SequenceOf
@@ -17,6 +18,7 @@ from engine.spec.acceptance import Acceptance
 from engine.spec.cost import ASSUMED_SHAPE, CostShape, StepCost, StepLoad
 from engine.spec.drafter import Evidence, Proposal
 from engine.spec.gain import Gain
+from engine.spec.starts import Starts
 from engine.types import RequestId
 
 EXPLORE_EVERY = 32
@@ -70,6 +72,9 @@ class DraftPacer:
         self._num_steps = 0
         self._num_sequences = 0
         self._gain = Gain()
+        self.starts = Starts()
+        self._started: dict[RequestId, str] = {}
+        """Source of those sequences that drafting was begun for in the coming step."""
         self._trials: dict[str, _Trials] = {}
         self._first_passes: deque[float] = deque(maxlen=_NUM_PASSES)
         self._passes: deque[float] = deque(maxlen=_NUM_PASSES)
@@ -79,6 +84,9 @@ class DraftPacer:
     def observe(self, request_id: RequestId, num_drafted: int, num_accepted: int) -> None:
         """Take in one verification of a sequence: of the first `num_drafted` tokens last chosen for it."""
         evidence = self._chosen.pop(request_id, ())
+        source = self._started.pop(request_id, None)
+        if source is not None and (not evidence or evidence[0].source == source):
+            self.starts.observe(request_id, source, num_drafted, num_accepted)
         if num_drafted:
             self.acceptance.observe(request_id, evidence[:num_drafted], num_accepted)
 
@@ -112,10 +120,23 @@ class DraftPacer:
 
         Such tries take a fixed share of the time, so that a drafter that never pays costs next to nothing.
         """
-        reached = [(sequence, 1.0) for sequence in sequences]
+        gained, taken = self._weigh_start(source, sequences)
         trials = self._trials.setdefault(source, _Trials())
-        gained, taken = self._weigh(source, reached, 0)
-        return gained > _START_MARGIN * taken or trials.is_due(taken)
+        is_worth = gained > _START_MARGIN * taken or trials.is_due(taken)
+        if is_worth:
+            self._started.update((sequence.request_id, source) for sequence in sequences)
+        return is_worth
+
+    def _weigh_start(self, source: str, sequences: SequenceOf[Sequence]) -> tuple[float, float]:
+        """Return the seconds that starts for all of these sequences are worth, and those that they take."""
+        expected = [self.starts.expected(sequence.request_id, source) for sequence in sequences]
+        num_sequences, context = len(sequences), sum(sequence.num_tokens for sequence in sequences)
+        load = StepLoad(num_sequences, context)
+        num_rows = sum(each.drafted for each in expected)
+        rows = self._rows_seconds(load, math.ceil(num_rows)) * num_rows / max(math.ceil(num_rows), 1)
+        further = max(num_rows / num_sequences - 1.0, 0.0) * self._pass_seconds(is_first=False)
+        taken = self._pass_seconds(is_first=True) + further + rows
+        return sum(each.accepted for each in expected) * self._worth_of_token(load), taken
 
     def is_worth_a_pass(self, source: str, reached: SequenceOf[tuple[Sequence, float]], num_drafted: int = 0) -> bool:
         """Return whether one more token for each of these sequences would bring more than drafting it takes.
@@ -131,15 +152,21 @@ class DraftPacer:
     def _weigh(self, source: str, reached: SequenceOf[tuple[Sequence, float]], num_drafted: int) -> tuple[float, float]:
         """Return the seconds that one more token for each sequence is worth, and those that it takes."""
         tokens = sum(chance * self.acceptance.typical(sequence.request_id, source) for sequence, chance in reached)
-        context = sum(sequence.num_tokens for sequence, _ in reached)
-        num_sequences = len(reached)
-        before = num_sequences + num_drafted
+        num_sequences, context = len(reached), sum(sequence.num_tokens for sequence, _ in reached)
         pairs = context * num_drafted // max(num_sequences, 1)
-        alone = self.cost.seconds(StepLoad(before, context, pairs))
-        rows = self.cost.seconds(StepLoad(before + num_sequences, context, pairs + context)) - alone
-        passes = (self._first_passes if num_drafted == 0 else self._passes) or self._first_passes
-        drafting = statistics.median(passes) if passes else 0.0
-        return tokens * self._worth_of_token(StepLoad(num_sequences, context)), drafting + rows
+        rows = self._rows_seconds(StepLoad(num_sequences + num_drafted, context, pairs), num_sequences)
+        worth = self._worth_of_token(StepLoad(num_sequences, context))
+        return tokens * worth, self._pass_seconds(is_first=num_drafted == 0) + rows
+
+    def _rows_seconds(self, load: StepLoad, num_more: int) -> float:
+        """Return what more rows of the same sequences add to a step."""
+        length = load.num_context_tokens // max(load.num_rows, 1)
+        more = StepLoad(load.num_rows + num_more, load.num_context_tokens, load.num_extra_pairs + num_more * length)
+        return self.cost.seconds(more) - self.cost.seconds(load)
+
+    def _pass_seconds(self, *, is_first: bool) -> float:
+        passes = (self._first_passes if is_first else self._passes) or self._first_passes
+        return statistics.median(passes) if passes else 0.0
 
     def _worth_of_token(self, load: StepLoad) -> float:
         """Return how many seconds one token more is worth, in a step with these rows before drafts."""
@@ -148,6 +175,8 @@ class DraftPacer:
     def forget(self, request_id: RequestId) -> None:
         """Drop what is kept of a sequence that has ended."""
         self.acceptance.forget(request_id)
+        self.starts.forget(request_id)
+        self._started.pop(request_id, None)
         self._chosen.pop(request_id, None)
 
     def promise(self, request_id: RequestId, proposal: Proposal) -> float:

@@ -56,6 +56,7 @@ def test_a_head_that_is_never_right_is_asked_less_and_less() -> None:
     assert auto.propose(sequences, [6]) == head.proposals
     for _ in range(40):
         pacer.acceptance.observe(sequences[0].request_id, head.proposals[0].evidence, 0)
+        pacer.starts.observe(sequences[0].request_id, "head", 4, 0)
     fresh = Sequence(EngineRequest(RequestId(9), (1, 2, 3), SamplingParams(max_tokens=50), 3))
     head.limits = []
     assert auto.propose([fresh], [6]) == lookup.proposals

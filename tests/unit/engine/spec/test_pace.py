@@ -207,3 +207,45 @@ def test_tries_of_a_drafter_that_never_pays_take_a_small_share_of_the_time() -> 
     # In runs, as the first step after a pause says little of the next.
     runs = [tries[start : start + TRIAL_STEPS] for start in range(0, len(tries), TRIAL_STEPS)]
     assert all(run == list(range(run[0], run[0] + TRIAL_STEPS)) for run in runs)
+
+
+def _start(pacer: DraftPacer, sequence: Sequence, num_drafted: int, num_accepted: int) -> bool:
+    """One step of a sequence that drafts where it is told to; returns whether it was."""
+    has_started = pacer.is_worth_a_start("draft", [sequence])
+    if has_started:
+        pacer.observe_pass(0.3, is_first=True)
+        pacer.observe_pass(0.03, num_passes=3)
+        proposal = Proposal((5,) * num_drafted, (Evidence("draft", 1, 0.5),) * num_drafted)
+        pacer._chosen[sequence.request_id] = proposal.evidence
+        pacer.observe(sequence.request_id, num_drafted, num_accepted)
+    chunk = ScheduledChunk(sequence, 9, 1, samples=True)
+    pacer.observe_step(StepPlan((chunk,)), 1.0, 1 + num_accepted if has_started else 1)
+    return has_started
+
+
+def test_start_is_weighed_by_all_that_starts_bring() -> None:
+    pacer = _pacer(FREE)
+    sequence = _sequence()
+    # One start in four brings four tokens, the others none: one token is worth less than a pass, a start is not.
+    num_started = sum(_start(pacer, sequence, 4, 4 if step % 4 == 0 else 0) for step in range(60))
+    assert num_started > 50
+    assert pacer.acceptance.typical(sequence.request_id, "draft") < 0.65
+
+
+def test_sequence_that_becomes_easy_is_noticed() -> None:
+    pacer = _pacer(FREE)
+    sequence = _sequence()
+    hard = [_start(pacer, sequence, 2, 0) for _ in range(200)]
+    easy = [_start(pacer, sequence, 4, 4) for _ in range(300)]
+    assert not any(hard[10:20]), "it stops where nothing is accepted"
+    assert all(easy[-100:]), "tries showed that it pays now"
+
+
+def test_what_another_source_brought_says_nothing_of_a_start() -> None:
+    pacer = _pacer(FREE)
+    sequence = _sequence()
+    before = pacer.starts.expected(sequence.request_id, "draft")
+    assert pacer.is_worth_a_start("draft", [sequence])
+    pacer._chosen[sequence.request_id] = (Evidence("ngram", 1, 0.5),) * 3
+    pacer.observe(sequence.request_id, 3, 0)
+    assert pacer.starts.expected(sequence.request_id, "draft") == before
