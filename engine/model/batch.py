@@ -50,6 +50,8 @@ class SequenceRows:
     """Blocks up to the last token at least."""
     num_logit_rows: int
     """Of how many of the last tokens logits are wanted."""
+    num_more: int = 0
+    """Positions behind the last token that the call's block table is to cover as well, as `block_table` does."""
 
 
 def build_batch(parts: Sequence[SequenceRows], block_size: int) -> StepBatch:
@@ -72,7 +74,7 @@ def build_batch(parts: Sequence[SequenceRows], block_size: int) -> StepBatch:
         logit_rows += range(last - part.num_logit_rows, last)
         query_start.append(last)
         context_lens.append(end)
-    num_blocks = [-(-end // block_size) for end in context_lens]
+    num_blocks = [-(-(end + part.num_more) // block_size) for part, end in zip(parts, context_lens, strict=True)]
     width = max(num_blocks)
     tables: list[int] = []
     for part, count in zip(parts, num_blocks, strict=True):

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.model.batch import StepBatch
+from engine.model.batch import SequenceRows, StepBatch, build_batch
 from engine.sampling.distribution import is_plain_greedy, needs_processing, process_logits
 from engine.sampling.rows import Draw, NumpyRows, RowSampler
 from engine.sequence import Sequence
@@ -23,7 +23,6 @@ from engine.spec.draft import Draft
 from engine.spec.drafter import NO_PROPOSAL, Proposal, evidence_by_grade, evidence_of_probability
 from engine.spec.head import HeadRows, RunLimits
 from engine.spec.head_follower import HeadFollower
-from engine.spec.head_rows import HeadRowsBatch
 from engine.spec.pace import DraftPacer
 from engine.types import RequestId
 
@@ -33,7 +32,8 @@ _REACH_EVERY = 4
 """Runs between two looks at how far drafting pays, each at one length."""
 _REACH_HALVINGS = 6
 GIVE_UP_AFTER = 256
-"""So many more steps without drafts than with: what follows a sequence costs a twentieth of its steps."""
+"""So many more steps without drafts than with, divided by the sequences of a step: what follows a sequence costs a
+twentieth of its steps, and the more there are the less likely it is that drafting ever pays."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,6 +77,7 @@ class EagleDrafter:
 
     def propose(self, sequences: SequenceOf[Sequence], max_tokens: SequenceOf[int]) -> list[Proposal]:
         """See `Drafter.propose`."""
+        started = time.perf_counter()
         proposals = [NO_PROPOSAL] * len(sequences)
         limits = {
             index: limit
@@ -91,7 +92,6 @@ class EagleDrafter:
             return proposals
         for sequence in wanted:
             self._num_idle[sequence.request_id] = max(self._num_idle.get(sequence.request_id, 0) - 1, 0)
-        started = time.perf_counter()
         if self._follower.catch_up(wanted) > 1:
             started = time.perf_counter()  # it caught up after a pause; drafting in each step, it has one to absorb
         lines: list[_Line] = []
@@ -115,7 +115,7 @@ class EagleDrafter:
         """Count a step without drafts, and give up those that had too many."""
         for sequence in sequences:
             request_id = sequence.request_id
-            count = self._num_idle[request_id] = self._num_idle.get(request_id, 0) + 1
+            count = self._num_idle[request_id] = self._num_idle.get(request_id, 0) + len(sequences)
             if count >= GIVE_UP_AFTER:
                 self._follower.give_up(request_id)
                 self.forget(request_id)
@@ -130,17 +130,13 @@ class EagleDrafter:
 
     def _draft(self, lines: list[_Line], started: float) -> None:
         follower = self._follower
-        rows = HeadRowsBatch(
-            [line.sequence for line in lines], [line.limit for line in lines], follower.kv_cache.layout.block_size
-        )
-        token_ids = [line.sequence.token_ids[-1] for line in lines]
-        previous = torch.stack([line.features for line in lines])
         if len(lines) == 1 and is_plain_greedy(lines[0].sequence.sampling_params, lines[0].history()):
-            self._run(lines[0], rows.batch(token_ids), previous, started)
+            self._run(lines[0], started)
             return
+        previous = torch.stack([line.features for line in lines])
         is_first = True
         while True:
-            found = follower.head.draft(rows.batch(token_ids), previous, follower.kv_cache)
+            found = follower.head.draft(self._rows(lines), previous, follower.kv_cache)
             self._add(lines, found)
             now = time.perf_counter()
             self._pacer.observe_pass(now - started, is_first=is_first)
@@ -150,18 +146,30 @@ class EagleDrafter:
             num_drafted = sum(len(line.token_ids) for line in lines)
             if not going_on or not self._pacer.is_worth_a_pass(SOURCE, reached, num_drafted):
                 return
-            rows.advance(going_on)
             previous = found.features if len(going_on) == len(lines) else found.features[going_on].contiguous()
             lines = [lines[row] for row in going_on]
-            token_ids = [line.token_ids[-1] for line in lines]
 
-    def _run(self, line: _Line, batch: StepBatch, previous: Tensor, started: float) -> None:
+    def _rows(self, lines: SequenceOf[_Line]) -> StepBatch:
+        """The pass that computes each draft's newest token."""
+        parts = [
+            SequenceRows(
+                line.token_ids[-1:] or line.sequence.token_ids[-1:],
+                line.sequence.num_tokens - 1 + len(line.token_ids),
+                line.sequence.block_table,
+                num_logit_rows=1,
+                num_more=line.limit - 1 - len(line.token_ids),
+            )
+            for line in lines
+        ]
+        return build_batch(parts, self._follower.kv_cache.layout.block_size)
+
+    def _run(self, line: _Line, started: float) -> None:
         """Draft the likeliest tokens of the only sequence, in one call."""
         sequence, follower = line.sequence, self._follower
         chances = tuple(self._pacer.acceptance.chance(sequence.request_id, grade) for grade in _GRADES)
         limits = RunLimits(self._least_reach(sequence, line.limit), chances, self._stop_ids(sequence))
         run_started = time.perf_counter()
-        found = follower.head.run(batch, previous, follower.kv_cache, limits)
+        found = follower.head.run(self._rows([line]), line.features[None].clone(), follower.kv_cache, limits)
         seconds = time.perf_counter() - run_started
         self._pacer.observe_pass(run_started - started + found.first_s, is_first=True)
         if len(found.drafts) > 1:

@@ -86,7 +86,9 @@ class NativeDraftHead:
         if num_rows:
             self._check(taps, (num_rows, len(self._tap_layers), self.hidden_size))
             self._check(carried, (batch.context_lens.shape[0], self.hidden_size))
-            pointers = step_pointers(replace(batch, logit_rows=batch.logit_rows[:0]), features, taps=taps.data_ptr())
+            if batch.logit_rows.shape[0]:
+                batch = replace(batch, logit_rows=batch.logit_rows[:0])
+            pointers = step_pointers(batch, features, taps=taps.data_ptr())
             cache = self._model.cache_pointer(kv_cache, 1)
             self._handle.absorb(pointers, cache, carried.data_ptr(), features.data_ptr())
         return features

@@ -27,7 +27,7 @@ TRIAL_SHARE = 0.02
 """Of the time, for tries of a drafter that does not seem to pay."""
 TRIAL_STEPS = 4
 """In a row: a drafter that has paused finds nothing in the caches and takes twice as long at first."""
-_START_MARGIN = 1.2
+_START_MARGIN = 1.05
 """What drafting must promise over its cost to begin: a draft that hardly pays is lost where chances turn out worse."""
 _NUM_PASSES = 9
 _NUM_LOOKED_AHEAD = 8
@@ -78,8 +78,11 @@ class DraftPacer:
         self._trials: dict[str, _Trials] = {}
         self._first_passes: deque[float] = deque(maxlen=_NUM_PASSES)
         self._passes: deque[float] = deque(maxlen=_NUM_PASSES)
+        self._starts_seconds: deque[float] = deque(maxlen=_NUM_PASSES)
+        """What all passes of a step took that began drafting."""
         self._drafting_seconds = 0.0
         """What the passes before the coming step took."""
+        self._has_started = False
 
     def observe(self, request_id: RequestId, num_drafted: int, num_accepted: int) -> None:
         """Take in one verification of a sequence: of the first `num_drafted` tokens last chosen for it."""
@@ -93,6 +96,9 @@ class DraftPacer:
     def observe_step(self, plan: StepPlan, seconds: float, num_tokens: int) -> None:
         """Take in what a step took and how many tokens came of it; steps with prefill chunks say nothing about rows."""
         drafting, self._drafting_seconds = self._drafting_seconds, 0.0
+        if self._has_started:
+            self._starts_seconds.append(drafting)
+            self._has_started = False
         if any(chunk.num_tokens > 1 for chunk in plan.chunks):
             return
         num_sequences = len(plan.chunks)
@@ -124,6 +130,7 @@ class DraftPacer:
         trials = self._trials.setdefault(source, _Trials())
         is_worth = gained > _START_MARGIN * taken or trials.is_due(taken)
         if is_worth:
+            self._has_started = True
             self._started.update((sequence.request_id, source) for sequence in sequences)
         return is_worth
 
@@ -134,9 +141,9 @@ class DraftPacer:
         load = StepLoad(num_sequences, context)
         num_rows = sum(each.drafted for each in expected)
         rows = self._rows_seconds(load, math.ceil(num_rows)) * num_rows / max(math.ceil(num_rows), 1)
-        further = max(num_rows / num_sequences - 1.0, 0.0) * self._pass_seconds(is_first=False)
-        taken = self._pass_seconds(is_first=True) + further + rows
-        return sum(each.accepted for each in expected) * self._worth_of_token(load), taken
+        known = self._starts_seconds or self._first_passes
+        drafting = statistics.median(known) if known else 0.0
+        return sum(each.accepted for each in expected) * self._worth_of_token(load), drafting + rows
 
     def is_worth_a_pass(self, source: str, reached: SequenceOf[tuple[Sequence, float]], num_drafted: int = 0) -> bool:
         """Return whether one more token for each of these sequences would bring more than drafting it takes.

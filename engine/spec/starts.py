@@ -1,7 +1,8 @@
 """What beginning to draft brings: how many tokens a start leads to, and how many of them are accepted.
 
 A start is worth more than its first token: a confident drafter goes on, an unsure one stops, and which it will be is
-not known before. So whole starts are counted, of all sequences together and of each by itself, the last ones most.
+not known before. So whole starts are counted, of each sequence by itself, the last ones most, and the first ones of all
+sequences together: a new sequence is like others were at their beginning, and many become easier as they go on.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from engine.types import RequestId
 _DECAY = 0.85
 """Weight of a sequence's start per later one: about its last 6 count."""
 _SHARED_DECAY = 0.98
+_NUM_FIRST = 8
 _PRIOR_WEIGHT = 2.0
 """So many starts of a sequence are assumed to have been like all others'."""
 _FIRST_GUESS = 1.2, 2.0
@@ -19,11 +21,13 @@ _FIRST_GUESS = 1.2, 2.0
 
 @dataclass(slots=True)
 class _Record:
+    num_starts: int = 0
     weight: float = 0.0
     accepted: float = 0.0
     drafted: float = 0.0
 
     def add(self, accepted: int, drafted: int, decay: float) -> None:
+        self.num_starts += 1
         self.weight = self.weight * decay + 1.0
         self.accepted = self.accepted * decay + accepted
         self.drafted = self.drafted * decay + drafted
@@ -47,8 +51,10 @@ class Starts:
 
     def observe(self, request_id: RequestId, source: str, num_drafted: int, num_accepted: int) -> None:
         """Take in what came of a start."""
-        self._shared.setdefault(source, _Record()).add(num_accepted, num_drafted, _SHARED_DECAY)
-        self._own.setdefault((request_id, source), _Record()).add(num_accepted, num_drafted, _DECAY)
+        own = self._own.setdefault((request_id, source), _Record())
+        if own.num_starts < _NUM_FIRST:
+            self._shared.setdefault(source, _Record()).add(num_accepted, num_drafted, _SHARED_DECAY)
+        own.add(num_accepted, num_drafted, _DECAY)
 
     def expected(self, request_id: RequestId, source: str) -> Expected:
         """Return what a sequence's next start is likely to bring."""

@@ -135,6 +135,7 @@ def test_drafts_are_the_same_after_a_pause(
 def test_a_sequence_that_is_not_drafted_for_is_given_up(
     quantized: FolderOf, monkeypatch: pytest.MonkeyPatch, has_neighbour: bool
 ) -> None:
+    monkeypatch.setattr(eagle, "GIVE_UP_AFTER", 32)
     drafting = make_drafting(quantized("llama"))
     wanted = [make_request(1, range(5, 14), max_tokens=90, ignore_eos=True)]
     if has_neighbour:  # begins when the other was given up: steps with a prompt, and steps of both

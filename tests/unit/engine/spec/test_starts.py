@@ -8,10 +8,13 @@ from engine.types import RequestId
 ONE, OTHER = RequestId(1), RequestId(2)
 
 
-def test_new_sequence_is_like_all_others() -> None:
+def test_new_sequence_is_like_others_were_at_their_beginning() -> None:
     starts = Starts()
-    for _ in range(200):
-        starts.observe(ONE, "head", 5, 3)
+    for number in range(40):
+        for _ in range(8):
+            starts.observe(RequestId(10 + number), "head", 5, 3)
+        for _ in range(50):
+            starts.observe(RequestId(10 + number), "head", 9, 9)
     expected = starts.expected(OTHER, "head")
     assert expected.accepted == pytest.approx(3, abs=0.1)
     assert expected.drafted == pytest.approx(5, abs=0.1)
@@ -31,7 +34,7 @@ def test_last_starts_count_most() -> None:
     starts = Starts()
     for _ in range(100):
         starts.observe(ONE, "head", 4, 0)
-    for _ in range(6):
+    for _ in range(8):
         starts.observe(ONE, "head", 4, 4)
     assert starts.expected(ONE, "head").accepted > 2.0
 
