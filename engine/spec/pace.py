@@ -83,6 +83,7 @@ class DraftPacer:
         self._drafting_seconds = 0.0
         """What the passes before the coming step took."""
         self._has_started = False
+        """Whether drafting was begun for some in the coming step."""
 
     def observe(self, request_id: RequestId, num_drafted: int, num_accepted: int) -> None:
         """Take in one verification of a sequence: of the first `num_drafted` tokens last chosen for it."""
@@ -140,7 +141,8 @@ class DraftPacer:
         num_sequences, context = len(sequences), sum(sequence.num_tokens for sequence in sequences)
         load = StepLoad(num_sequences, context)
         num_rows = sum(each.drafted for each in expected)
-        rows = self._rows_seconds(load, math.ceil(num_rows)) * num_rows / max(math.ceil(num_rows), 1)
+        length = context // max(num_sequences, 1)
+        rows = self._rows_seconds(load, math.ceil(num_rows), length) * num_rows / max(math.ceil(num_rows), 1)
         known = self._starts_seconds or self._first_passes
         drafting = statistics.median(known) if known else 0.0
         return sum(each.accepted for each in expected) * self._worth_of_token(load), drafting + rows
@@ -160,14 +162,14 @@ class DraftPacer:
         """Return the seconds that one more token for each sequence is worth, and those that it takes."""
         tokens = sum(chance * self.acceptance.typical(sequence.request_id, source) for sequence, chance in reached)
         num_sequences, context = len(reached), sum(sequence.num_tokens for sequence, _ in reached)
-        pairs = context * num_drafted // max(num_sequences, 1)
-        rows = self._rows_seconds(StepLoad(num_sequences + num_drafted, context, pairs), num_sequences)
+        length = context // max(num_sequences, 1)
+        load = StepLoad(num_sequences + num_drafted, context, num_drafted * length)
+        rows = self._rows_seconds(load, num_sequences, length)
         worth = self._worth_of_token(StepLoad(num_sequences, context))
         return tokens * worth, self._pass_seconds(is_first=num_drafted == 0) + rows
 
-    def _rows_seconds(self, load: StepLoad, num_more: int) -> float:
-        """Return what more rows of the same sequences add to a step."""
-        length = load.num_context_tokens // max(load.num_rows, 1)
+    def _rows_seconds(self, load: StepLoad, num_more: int, length: int) -> float:
+        """Return what more rows of the same sequences, so long on average, add to a step."""
         more = StepLoad(load.num_rows + num_more, load.num_context_tokens, load.num_extra_pairs + num_more * length)
         return self.cost.seconds(more) - self.cost.seconds(load)
 
