@@ -82,8 +82,6 @@ class DraftPacer:
         """What all passes of a step took that began drafting."""
         self._drafting_seconds = 0.0
         """What the passes before the coming step took."""
-        self._has_started = False
-        """Whether drafting was begun for some in the coming step."""
 
     def observe(self, request_id: RequestId, num_drafted: int, num_accepted: int) -> None:
         """Take in one verification of a sequence: of the first `num_drafted` tokens last chosen for it."""
@@ -97,9 +95,8 @@ class DraftPacer:
     def observe_step(self, plan: StepPlan, seconds: float, num_tokens: int) -> None:
         """Take in what a step took and how many tokens came of it; steps with prefill chunks say nothing about rows."""
         drafting, self._drafting_seconds = self._drafting_seconds, 0.0
-        if self._has_started:
+        if drafting:
             self._starts_seconds.append(drafting)
-            self._has_started = False
         if any(chunk.num_tokens > 1 for chunk in plan.chunks):
             return
         num_sequences = len(plan.chunks)
@@ -131,7 +128,6 @@ class DraftPacer:
         trials = self._trials.setdefault(source, _Trials())
         is_worth = gained > _START_MARGIN * taken or trials.is_due(taken)
         if is_worth:
-            self._has_started = True
             self._started.update((sequence.request_id, source) for sequence in sequences)
         return is_worth
 

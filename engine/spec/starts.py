@@ -13,8 +13,9 @@ _DECAY = 0.85
 """Weight of a sequence's start per later one: about its last 6 count."""
 _SHARED_DECAY = 0.98
 _NUM_FIRST = 8
+"""So many starts are a sequence's beginning."""
 _PRIOR_WEIGHT = 2.0
-"""So many starts of a sequence are assumed to have been like all others'."""
+"""So many starts of a sequence are assumed to have been like others' at their beginning."""
 _FIRST_GUESS = 1.2, 2.0
 """Tokens accepted and drafted by a start before any was seen."""
 

@@ -106,5 +106,4 @@ def _hits(head: DraftHead, step: StepRows, best: Tensor) -> Tensor:
 
 def _follows_best(batch: _Batch) -> Tensor:
     """[num_rows] bool: whether the text goes on with the target's most likely token behind a row."""
-    following = torch.cat([batch.rows.token_ids[1:], torch.tensor([-2])])
-    return following == batch.best
+    return batch.rows.following == batch.best

@@ -49,6 +49,13 @@ class HeadBatch:
     """Row of each sequence's first token."""
     segments: tuple[Segment, ...]
 
+    @property
+    def following(self) -> Tensor:
+        """[num_rows] int64, the token behind each row; -1 behind a sequence's last one, where the batch holds none."""
+        following = self.token_ids.roll(-1)
+        following[[start - 1 for start in self.sequence_starts]] = -1
+        return following
+
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
@@ -181,8 +188,7 @@ class DraftHead(nn.Module):
         key = _rotate(functional.linear(inputs, self.weight(names.K_PROJ)[places.key])[:, None], rotation)[:, 0]
         query = functional.linear(inputs, self.weight(names.Q_PROJ)[places.query]).unflatten(1, (-1, config.head_dim))
         query = _rotate(query, rotation) * config.head_dim**-0.5
-        following = torch.cat([batch.token_ids[1:], torch.tensor([-1])])
-        following[[start - 1 for start in batch.sequence_starts]] = -1  # the batch does not hold what follows
+        following = batch.following
         found: list[Tensor] = []
         for segment in batch.segments:
             rows, keys = slice(segment.first, segment.end), slice(segment.sequence_start, segment.end)
@@ -282,15 +288,17 @@ def finding_rows(config: ModelConfig) -> FindingRows:
 
 
 class _Products:
-    """A head's matrices in the type they are multiplied in, converted once for all draft steps."""
+    """A head's matrices in the type they are multiplied in, each converted when first used, for all draft steps."""
 
     def __init__(self, head: DraftHead, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        shapes = weight_shapes(head.target.config, len(head.tap_layers))
-        self._matrices = {name: head.weight(name).to(dtype) for name, shape in shapes.items() if len(shape) > 1}
+        self._head = head
+        self._matrices: dict[str, Tensor] = {}
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """Multiply rows of the matrices' type; returns fp32."""
+        if name not in self._matrices:
+            self._matrices[name] = self._head.weight(name).to(self.dtype)
         return functional.linear(x, self._matrices[name]).float()
 
 

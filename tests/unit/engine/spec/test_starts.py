@@ -1,4 +1,4 @@
-"""What starts bring: the last ones count most, a new sequence is like all others, and its own starts soon say more."""
+"""What starts bring: the last count most, a new sequence is like others' beginnings, its own starts soon say more."""
 
 import pytest
 
