@@ -212,7 +212,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         task.add_done_callback(self._tasks.discard)
 
     async def _start_decode(self, entry: DecodeRequest, record: HandoffRecord) -> None:
-        request_id, first_token_id, features = entry.request_id, record.first_token_id, record.draft_features
+        request_id, first_token_id, features = entry.request_id, record.first_token_id, record.draft_state
         try:
             output = await self._context.engine_loop.call(
                 lambda engine: engine.commit(request_id, first_token_id, features)

@@ -136,13 +136,13 @@ class Engine:
             return None
         return Granted(tuple(sequence.block_table), sequence.num_cached_tokens)
 
-    def commit(self, request_id: RequestId, first_token_id: int, draft_features: bytes = b"") -> SequenceOutput | None:
+    def commit(self, request_id: RequestId, first_token_id: int, draft_state: bytes = b"") -> SequenceOutput | None:
         """Schedule a reserved request whose KV has been imported and verified; None when it is gone by now.
 
         Args:
             request_id: The request.
             first_token_id: What prefill sampled.
-            draft_features: From `SequenceOutput.draft_features` on the prefill worker; empty = it has no draft head.
+            draft_state: From `SequenceOutput.draft_state` on the prefill worker; empty = it has no draft head.
 
         Returns:
             The first token's output, which the prefill worker has already sent to the gateway.
@@ -151,7 +151,7 @@ class Engine:
         if sequence is None:
             return None
         if self._follower is not None:
-            self._follower.take_over(request_id, sequence.num_tokens, draft_features)
+            self._follower.take_over(request_id, sequence.num_tokens, draft_state)
         return self.scheduler.activate(sequence, first_token_id, time.monotonic_ns())
 
     def prefill_locally(self, request_id: RequestId) -> bool:
@@ -209,7 +209,7 @@ class Engine:
         found: list[SequenceOutput] = []
         for output in outputs:
             if output.request_id in handoffs:
-                output = replace(output, draft_features=follower.export(output.request_id))
+                output = replace(output, draft_state=follower.export(output.request_id))
             elif output.finish_reason is not None:
                 follower.forget(output.request_id)
             found.append(output)

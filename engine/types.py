@@ -171,7 +171,7 @@ class SequenceOutput:
     """Draft tokens accepted in this step."""
     prefill_timing: PrefillTiming | None = None
     """Set in the output that holds the first token computed here."""
-    draft_features: bytes = b""
+    draft_state: bytes = b""
     """What decode's draft head needs to go on, see `HeadFollower.export`; empty unless a hand-off with a head."""
 
 
@@ -192,5 +192,5 @@ class HandoffRecord:
     """From arrival at the prefill worker to the start of the first chunk."""
     traceparent: str
     """W3C trace context of the prefill span; empty = none."""
-    draft_features: bytes = b""
-    """Features of the last prompt token for decode's draft head, fp32 little-endian; empty = prefill runs none."""
+    draft_state: bytes = b""
+    """The state of decode's draft head behind the prompt, fp32 little-endian; empty = prefill runs no head."""

@@ -118,5 +118,5 @@ class PrefillJob:
             prefill_ns=timing.prefill_ns,
             queue_ns=timing.queue_ns,
             traceparent=trace_context,
-            draft_features=output.draft_features,
+            draft_state=output.draft_state,
         )

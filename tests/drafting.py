@@ -22,7 +22,7 @@ from engine.spec.head_follower import HeadFollower
 from engine.spec.head_native import NativeDraftHead
 from engine.spec.head_torch import TorchDraftHead
 from engine.spec.ngram import NgramDrafter
-from engine.spec.pace import DraftPacer
+from engine.spec.pace import DraftPacer, StartChoice
 from engine.spec.speculation import Speculation
 from tests.tiny_heads import make_tiny_head
 
@@ -30,8 +30,8 @@ from tests.tiny_heads import make_tiny_head
 class EagerPacer(DraftPacer):
     """Drafts and verifies all that it may, whatever it costs."""
 
-    def is_worth_a_start(self, source: str, sequences: SequenceOf[Sequence]) -> bool:
-        return True
+    def choose_starts(self, source: str, sequences: SequenceOf[Sequence]) -> StartChoice:
+        return StartChoice(tuple(sequences), is_try=False)
 
     def is_worth_a_pass(self, source: str, reached: SequenceOf[tuple[Sequence, float]], num_drafted: int = 0) -> bool:
         return True

@@ -96,13 +96,16 @@ class ModelDrafter:
             for index, (sequence, limit) in enumerate(zip(sequences, max_tokens, strict=True))
         ]
         wanted = [each for each in wanted if each[2] > 0]
-        started = [sequence for _, sequence, _ in wanted]
-        if not wanted or not self._pacer.is_worth_a_start(_SOURCE, started):
+        if not wanted:
             return proposals
-        drafts = [self._open(*each) for each in wanted]
+        choice = self._pacer.choose_starts(_SOURCE, [sequence for _, sequence, _ in wanted])
+        if not choice.sequences:
+            return proposals
+        chosen = {sequence.request_id for sequence in choice.sequences}
+        drafts = [self._open(*each) for each in wanted if each[1].request_id in chosen]
         # A mere try is for those whose KV is nearly there; it is not worth computing a prompt for.
-        is_try = not self._pacer.is_worth_a_pass(_SOURCE, [(sequence, 1.0) for sequence in started])
-        active = self._first_pass(drafts, self._catch_up_budget(started), is_try=is_try)
+        active = self._first_pass(drafts, self._catch_up_budget(choice.sequences), is_try=choice.is_try)
+        self._pacer.begin(_SOURCE, (draft.sequence for draft in active))
         while active:
             active = [draft for draft in active if len(draft.token_ids) < draft.limit]
             if not active or not self._pacer.is_worth_a_pass(

@@ -7,6 +7,7 @@ the head's layer is written anew when its position is computed.
 """
 
 import time
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -38,8 +39,8 @@ twentieth of its steps, and the more there are the less likely it is that drafti
 
 @dataclass(slots=True, kw_only=True)
 class _Line(Draft):
-    features: Tensor
-    """[hidden_size] fp32, of the position before the newest token."""
+    state: Tensor
+    """[state_size] fp32, the head's before the newest token."""
 
 
 class EagleDrafter:
@@ -84,22 +85,23 @@ class EagleDrafter:
             for index, (sequence, most) in enumerate(zip(sequences, max_tokens, strict=True))
             if (limit := self._limit(sequence, most)) > 0
         }
-        wanted = [sequences[index] for index in limits]
+        if not limits:
+            return proposals
+        followed = [sequences[index] for index in limits]
+        wanted = self._pacer.choose_starts(SOURCE, followed).sequences
+        chosen = {sequence.request_id for sequence in wanted}
+        self._count_idle(followed, chosen)
         if not wanted:
             return proposals
-        if not self._pacer.is_worth_a_start(SOURCE, wanted):
-            self._idle(wanted)
-            return proposals
-        for sequence in wanted:
-            self._num_idle[sequence.request_id] = max(self._num_idle.get(sequence.request_id, 0) - 1, 0)
         if self._follower.catch_up(wanted) > 1:
             started = time.perf_counter()  # it caught up after a pause; drafting in each step, it has one to absorb
         lines: list[_Line] = []
         for index, limit in limits.items():
             sequence = sequences[index]
-            features = self._follower.features_before(sequence.request_id, sequence.num_tokens - 1)
-            if features is not None:
-                lines.append(_Line(index, sequence, limit, features=features))
+            state = self._follower.state_before(sequence.request_id, sequence.num_tokens - 1)
+            if state is not None and sequence.request_id in chosen:
+                lines.append(_Line(index, sequence, limit, state=state))
+        self._pacer.begin(SOURCE, (line.sequence for line in lines))
         if lines:
             self._draft(lines, started)
         for line in lines:
@@ -111,11 +113,15 @@ class EagleDrafter:
         """See `Drafter.forget`; the follower is told by the engine."""
         self._num_idle.pop(request_id, None)
 
-    def _idle(self, sequences: SequenceOf[Sequence]) -> None:
-        """Count a step without drafts, and give up those that had too many."""
+    def _count_idle(self, sequences: SequenceOf[Sequence], chosen: Collection[RequestId]) -> None:
+        """Count steps without drafts less those with, and give up the sequences that had too many."""
         for sequence in sequences:
             request_id = sequence.request_id
-            count = self._num_idle[request_id] = self._num_idle.get(request_id, 0) + len(sequences)
+            count = self._num_idle.get(request_id, 0)
+            if request_id in chosen:
+                self._num_idle[request_id] = max(count - 1, 0)
+                continue
+            count = self._num_idle[request_id] = count + len(sequences)
             if count >= GIVE_UP_AFTER:
                 self._follower.give_up(request_id)
                 self.forget(request_id)
@@ -133,7 +139,7 @@ class EagleDrafter:
         if len(lines) == 1 and is_plain_greedy(lines[0].sequence.sampling_params, lines[0].history()):
             self._run(lines[0], started)
             return
-        previous = torch.stack([line.features for line in lines])
+        previous = torch.stack([line.state for line in lines])
         is_first = True
         while True:
             found = follower.head.draft(self._rows(lines), previous, follower.kv_cache)
@@ -146,7 +152,7 @@ class EagleDrafter:
             num_drafted = sum(len(line.token_ids) for line in lines)
             if not going_on or not self._pacer.is_worth_a_pass(SOURCE, reached, num_drafted):
                 return
-            previous = found.features if len(going_on) == len(lines) else found.features[going_on].contiguous()
+            previous = found.states if len(going_on) == len(lines) else found.states[going_on].contiguous()
             lines = [lines[row] for row in going_on]
 
     def _rows(self, lines: SequenceOf[_Line]) -> StepBatch:
@@ -169,7 +175,7 @@ class EagleDrafter:
         chances = tuple(self._pacer.acceptance.chance(sequence.request_id, grade) for grade in _GRADES)
         limits = RunLimits(self._least_reach(sequence, line.limit), chances, self._stop_ids(sequence))
         run_started = time.perf_counter()
-        found = follower.head.run(self._rows([line]), line.features[None].clone(), follower.kv_cache, limits)
+        found = follower.head.run(self._rows([line]), line.state[None].clone(), follower.kv_cache, limits)
         seconds = time.perf_counter() - run_started
         self._pacer.observe_pass(run_started - started + found.first_s, is_first=True)
         if len(found.drafts) > 1:

@@ -1,12 +1,14 @@
 """DraftHead: the port between drafting and a head that runs on the target's hidden states.
 
 What a head computes is in `head_format.py`; `head_torch.py` and `head_native.py` run it, `head_loader.py` picks one.
+What it needs to know of all that came before a position, beside K and V, is the *state* before it: the features of the
+position before, then the id + 1 of that position's token and of the one before, 0 where there is none, all fp32.
 Its K and V are the layer behind the target's own in the target's KV cache, so blocks, prefix cache, hand-off, rollback
 and preemption need no word about it.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +17,9 @@ from torch import Tensor
 from engine.model.batch import StepBatch
 from engine.model.kv_cache import KvCache
 
+NUM_STATE_TOKENS: Final = 2
+"""Token ids in a state."""
+
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
@@ -22,8 +27,8 @@ class HeadRows:
 
     logits: NDArray[np.float32]
     """[num_rows, number of vocabulary ids]."""
-    features: Tensor
-    """[num_rows, hidden_size] fp32: what stands for the features of the rows when drafting goes on."""
+    states: Tensor
+    """[num_rows, state_size] fp32: the states with which drafting goes on behind the rows."""
     best: NDArray[np.int32]
     """[num_rows]: index of each row's largest logit, the first of equal ones."""
     shares: NDArray[np.float32]
@@ -66,7 +71,11 @@ class DraftHead(Protocol):
 
     @property
     def hidden_size(self) -> int:
-        """Size of features."""
+        """The target's, and the size of features."""
+
+    @property
+    def state_size(self) -> int:
+        """`hidden_size` and `NUM_STATE_TOKENS`."""
 
     def absorb(self, batch: StepBatch, taps: Tensor, carried: Tensor, kv_cache: KvCache) -> Tensor:
         """Take in tokens that the target has computed: make features of them, and write the head's K and V.
@@ -77,12 +86,12 @@ class DraftHead(Protocol):
         Args:
             batch: The tokens, of one step of the target or several.
             taps: [num_tokens, number of tap layers, hidden_size] fp32, from the target.
-            carried: [num_seqs, hidden_size] fp32: features of the position before each sequence's first row; zeros at
-                position 0 and where they are not known.
+            carried: [num_seqs, state_size] fp32: the state before each sequence's first row; zeros at position 0 and
+                where it is not known.
             kv_cache: The target's, with one layer more.
 
         Returns:
-            [num_tokens, hidden_size] fp32: features of the rows.
+            [num_tokens, state_size] fp32: the states behind the rows.
         """
 
     def draft(self, batch: StepBatch, previous: Tensor, kv_cache: KvCache) -> HeadRows:
@@ -90,7 +99,7 @@ class DraftHead(Protocol):
 
         Args:
             batch: The rows, one for each sequence, whose K and V are written too; all of them want logits.
-            previous: [num_rows, hidden_size] fp32: features of the position before each row.
+            previous: [num_rows, state_size] fp32: the state before each row.
             kv_cache: As in `absorb`; the head's K and V of everything before the rows is there.
         """
 
@@ -99,7 +108,7 @@ class DraftHead(Protocol):
 
         Args:
             batch: The first row, as in `draft`; its block table covers a row for each draft. May be changed.
-            previous: [1, hidden_size] fp32, as in `draft`. May be changed.
+            previous: [1, state_size] fp32, as in `draft`. May be changed.
             kv_cache: As in `draft`.
             limits: At least one token is drafted.
         """

@@ -1,7 +1,7 @@
 """HeadFollower: keeps a draft head's view of every sequence in step with the target.
 
-The head absorbs the hidden states of all that stands, and of each sequence the features of its newest token are
-remembered: the head needs them to draft on and the hand-off to carry them. Prefill's are absorbed behind their step,
+The head absorbs the hidden states of all that stands, and of each sequence the head's state behind its newest token is
+remembered: the head needs it to draft on and the hand-off to carry it. Prefill's are absorbed behind their step,
 since KV leaves then; a decoded token's wait until the head is to draft or a block is full and may be shared. Sequences
 for which drafting does not pay are given up, so that a head that does not draft costs next to nothing. Drafts nothing;
 `eagle.py` does.
@@ -27,8 +27,8 @@ from engine.types import RequestId
 @dataclass(frozen=True, slots=True)
 class _Newest:
     num_tokens: int
-    """The features are those of position `num_tokens - 1`."""
-    features: Tensor  # [hidden_size] fp32
+    """The state is that behind position `num_tokens - 1`."""
+    state: Tensor  # [state_size] fp32
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class _Waiting:
     """Tokens of a sequence that the head has yet to absorb: positions from `start` on."""
 
     start: int
-    carried: Tensor  # [hidden_size] fp32, features of the position before
+    carried: Tensor  # [state_size] fp32, the state before
     token_ids: list[int]
     taps: list[Tensor]  # [tokens of a step, tap layers, hidden_size] fp32
 
@@ -72,7 +72,7 @@ class HeadFollower:
         self._waiting: dict[RequestId, _Waiting] = {}
         self._strangers: set[RequestId] = set()
         self._step: Tensor | None = None
-        """Features of the rows of the step, where they were absorbed at once."""
+        """States behind the rows of the step, where they were absorbed at once."""
         self._taps = torch.empty(0)
 
     def forward(
@@ -100,13 +100,13 @@ class HeadFollower:
 
     def _absorb_step(self, batch: StepBatch, chunks: Sequence[ScheduledChunk]) -> None:
         self.catch_up([chunk.sequence for chunk in chunks if _is_decode(chunk)])
-        carried = torch.zeros(len(chunks), self.head.hidden_size, device=self._model.device)
+        carried = torch.zeros(len(chunks), self.head.state_size, device=self._model.device)
         for index, chunk in enumerate(chunks):
             request_id = chunk.sequence.request_id
             self._waiting.pop(request_id, None)  # of a sequence that was preempted and is computed anew
-            features = self.features_before(request_id, chunk.start)
-            if features is not None:
-                carried[index] = features
+            state = self.state_before(request_id, chunk.start)
+            if state is not None:
+                carried[index] = state
             elif chunk.start == 0:
                 self._strangers.discard(request_id)
         self._step = self.head.absorb(batch, self._taps, carried, self.kv_cache)
@@ -123,8 +123,8 @@ class HeadFollower:
         for chunk, accepted in zip(chunks, num_accepted, strict=True):
             request_id = chunk.sequence.request_id
             if self._step is not None:
-                features = self._step[row + chunk.num_tokens - 1 + accepted].clone()  # the other rows need not stay
-                self._newest[request_id] = _Newest(chunk.end + accepted, features)
+                state = self._step[row + chunk.num_tokens - 1 + accepted].clone()  # the other rows need not stay
+                self._newest[request_id] = _Newest(chunk.end + accepted, state)
             elif self.can_draft(request_id) and self._wait(chunk, accepted, row):
                 full.append(chunk.sequence)
             row += chunk.num_rows
@@ -136,9 +136,9 @@ class HeadFollower:
         request_id = chunk.sequence.request_id
         waiting = self._waiting.get(request_id)
         if waiting is None or waiting.end != chunk.start:
-            carried = self.features_before(request_id, chunk.start)
+            carried = self.state_before(request_id, chunk.start)
             if carried is None:
-                carried = torch.zeros(self.head.hidden_size, device=self._model.device)
+                carried = torch.zeros(self.head.state_size, device=self._model.device)
             waiting = self._waiting[request_id] = _Waiting(chunk.start, carried, [], [])
         waiting.token_ids += [chunk.sequence.token_ids[chunk.start], *chunk.draft_token_ids[:num_accepted]]
         taps = self._taps[row : row + 1 + num_accepted]
@@ -164,17 +164,17 @@ class HeadFollower:
         batch = build_batch(parts, self.kv_cache.layout.block_size)
         taps = torch.cat([values for _, waiting in taken for values in waiting.taps])
         carried = torch.stack([waiting.carried for _, waiting in taken])
-        features = self.head.absorb(batch, taps, carried, self.kv_cache)
+        states = self.head.absorb(batch, taps, carried, self.kv_cache)
         row = 0
         for request_id, waiting in taken:
             row += len(waiting.token_ids)
-            self._newest[request_id] = _Newest(waiting.end, features[row - 1].clone())
+            self._newest[request_id] = _Newest(waiting.end, states[row - 1].clone())
         return max(len(waiting.taps) for _, waiting in taken)
 
-    def features_before(self, request_id: RequestId, position: int) -> Tensor | None:
-        """Return the features [hidden_size] of position - 1, or None when they are not known or wait: `catch_up`."""
+    def state_before(self, request_id: RequestId, position: int) -> Tensor | None:
+        """Return the state [state_size] before a position, or None when it is not known or waits: `catch_up`."""
         newest = self._newest.get(request_id)
-        return newest.features if newest is not None and newest.num_tokens == position else None
+        return newest.state if newest is not None and newest.num_tokens == position else None
 
     def can_draft(self, request_id: RequestId) -> bool:
         """Whether the head's KV of the sequence is here, as far as one can know."""
@@ -186,22 +186,22 @@ class HeadFollower:
         self._strangers.add(request_id)
 
     def export(self, request_id: RequestId) -> bytes:
-        """Return the newest features for the hand-off, fp32 little-endian; empty when there are none."""
+        """Return the newest state for the hand-off, fp32 little-endian; empty when there is none."""
         newest = self._newest.get(request_id)
         if newest is None:
             return b""
-        return newest.features.cpu().numpy().astype("<f4").tobytes()
+        return newest.state.cpu().numpy().astype("<f4").tobytes()
 
-    def take_over(self, request_id: RequestId, num_tokens: int, features: bytes) -> None:
+    def take_over(self, request_id: RequestId, num_tokens: int, state: bytes) -> None:
         """Take over a sequence whose KV was imported.
 
         Args:
             request_id: The sequence.
             num_tokens: Its tokens, all computed.
-            features: What `export` gave on the other side; empty = the other side has no such head, so that the head's
+            state: What `export` gave on the other side; empty = the other side has no such head, so that the head's
                 KV did not come either and the sequence is not drafted for.
         """
-        values = np.frombuffer(features, "<f4") if len(features) == 4 * self.head.hidden_size else None
+        values = np.frombuffer(state, "<f4") if len(state) == 4 * self.head.state_size else None
         if values is None or not np.isfinite(values).all():
             self._strangers.add(request_id)
             return

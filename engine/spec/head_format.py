@@ -5,12 +5,20 @@ the vocabulary (FR-Spec, arXiv 2502.14856); embedding and output rows are the ta
 f the fused features, x the layer's input, y behind attention and g behind the MLP, row i predicts token i + 1:
 
     f_i = fuse . concat(tapped hidden states of position i), f_-1 = 0
-    x_i = concat(rmsnorm(embedding of token i), rmsnorm(f_(i-1)))
-    y_i = f_(i-1) + o_proj . attention(q_proj x_i, k_proj x_0..i, v_proj x_0..i)
+    e_i = rmsnorm(embedding of token i), e_-1 = e_-2 = 0
+    x_i = concat(e_i, rmsnorm(f_(i-1)))
+    y_i = f_(i-1) + o_proj . attention(q_i, k_0..i, v_proj x_0..i)
     g_i = y_i + down_proj . (silu(gate_proj n) * up_proj n), n = rmsnorm(y_i)
     logits_i = (target's output rows at vocab_ids) . rmsnorm(g_i)
 
-Heads, rotation and intermediate size are the target's. When the head drafts on from its own tokens, g stands for f.
+Heads, rotation and intermediate size are the target's. Of a target with two or more KV heads, the first one and its
+query heads find what followed the newest two tokens before (an induction head, arXiv 2209.11895): they see tokens
+alone and are not rotated. The others are as in any layer:
+
+    q_i = concat(find_query concat(e_i, e_(i-1)), rotated q_proj x_i)
+    k_i = concat(find_key concat(e_(i-1), e_(i-2)), rotated k_proj x_i)
+
+When the head drafts on from its own tokens, g stands for f.
 """
 
 import json
@@ -27,11 +35,13 @@ from torch import Tensor
 from engine.config import ModelConfig
 from engine.errors import InvalidRequest
 
-FORMAT: Final = "kvrelay-draft-head-1"
+FORMAT: Final = "kvrelay-draft-head-2"
 VOCAB_IDS: Final = "vocab_ids"
 FUSE: Final = "fuse.weight"
 EMBEDDING_NORM: Final = "embedding_norm.weight"
 FEATURE_NORM: Final = "feature_norm.weight"
+FIND_QUERY: Final = "find_query.weight"
+FIND_KEY: Final = "find_key.weight"
 Q_PROJ: Final = "q_proj.weight"
 K_PROJ: Final = "k_proj.weight"
 V_PROJ: Final = "v_proj.weight"
@@ -61,16 +71,24 @@ class DraftHeadFile:
     the same model are served as well."""
 
 
+def num_finding_kv_heads(config: ModelConfig) -> int:
+    """How many of a target's KV heads a head uses to find, the first ones."""
+    return 1 if config.num_kv_heads > 1 else 0
+
+
 def weight_shapes(config: ModelConfig, num_taps: int) -> dict[str, tuple[int, ...]]:
     """Shapes of a head's tensors, `vocab_ids` aside, for a target of this shape."""
     hidden, inner = config.hidden_size, config.intermediate_size
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return {
+    find_kv = num_finding_kv_heads(config) * config.head_dim
+    find_query = find_kv * (config.num_heads // config.num_kv_heads)
+    finding = {FIND_QUERY: (find_query, 2 * hidden), FIND_KEY: (find_kv, 2 * hidden)}
+    return (finding if find_kv else {}) | {
         FUSE: (hidden, num_taps * hidden),
         EMBEDDING_NORM: (hidden,),
         FEATURE_NORM: (hidden,),
-        Q_PROJ: (query, 2 * hidden),
-        K_PROJ: (kv, 2 * hidden),
+        Q_PROJ: (query - find_query, 2 * hidden),
+        K_PROJ: (kv - find_kv, 2 * hidden),
         V_PROJ: (kv, 2 * hidden),
         O_PROJ: (hidden, query),
         MLP_NORM: (hidden,),

@@ -15,7 +15,7 @@ from engine.model.native import NativeModel, on_host, step_pointers
 from engine.model.native_weights import pad_heads
 from engine.spec import head_format as names
 from engine.spec.head import HeadRows, HeadRun, RunLimits
-from engine.spec.head_format import DraftHeadFile
+from engine.spec.head_format import DraftHeadFile, num_finding_kv_heads
 
 _MATRICES = {
     MatrixSlot.Q: names.Q_PROJ,
@@ -26,6 +26,7 @@ _MATRICES = {
     MatrixSlot.UP: names.UP_PROJ,
     MatrixSlot.DOWN: names.DOWN_PROJ,
 }
+_FINDING = {MatrixSlot.Q: names.FIND_QUERY, MatrixSlot.K: names.FIND_KEY}
 _BY_HEAD = (MatrixSlot.Q, MatrixSlot.K, MatrixSlot.V)
 
 
@@ -45,8 +46,11 @@ class NativeDraftHead:
             return file.weights[name].to(torch.float32).numpy()
 
         matrices = [HeadMatrix(None, values(names.FUSE))]
+        num_finding = num_finding_kv_heads(config)
         for slot, name in _MATRICES.items():
-            matrix = values(name)
+            # The finding heads come first, see src/head.h.
+            found = [values(_FINDING[slot])] if num_finding and slot in _FINDING else []
+            matrix = np.concatenate([*found, values(name)])
             order = np.arange(len(matrix), dtype=np.int32)
             matrices.append(HeadMatrix(slot, matrix, pad_heads(order, config.head_dim) if slot in _BY_HEAD else order))
         self._model = model
@@ -55,6 +59,7 @@ class NativeDraftHead:
         self._handle = NativeHeadHandle(
             model.handle,
             len(file.tap_layers),
+            num_finding,
             file.rms_norm_eps,
             matrices,
             {VectorSlot.INPUT_NORM: values(names.EMBEDDING_NORM), VectorSlot.POST_NORM: values(names.MLP_NORM)},
@@ -78,44 +83,49 @@ class NativeDraftHead:
         """See `DraftHead.hidden_size`."""
         return self._model.config.hidden_size
 
+    @property
+    def state_size(self) -> int:
+        """See `DraftHead.state_size`."""
+        return self._handle.state_size
+
     def absorb(self, batch: StepBatch, taps: Tensor, carried: Tensor, kv_cache: KvCache) -> Tensor:
         """See `DraftHead.absorb`."""
         batch = on_host(batch)
         num_rows = batch.token_ids.shape[0]
-        features = torch.empty(num_rows, self.hidden_size)
+        states = torch.empty(num_rows, self.state_size)
         if num_rows:
             self._check(taps, (num_rows, len(self._tap_layers), self.hidden_size))
-            self._check(carried, (batch.context_lens.shape[0], self.hidden_size))
+            self._check(carried, (batch.context_lens.shape[0], self.state_size))
             if batch.logit_rows.shape[0]:
                 batch = replace(batch, logit_rows=batch.logit_rows[:0])
-            pointers = step_pointers(batch, features, taps=taps.data_ptr())
+            pointers = step_pointers(batch, states, taps=taps.data_ptr())
             cache = self._model.cache_pointer(kv_cache, 1)
-            self._handle.absorb(pointers, cache, carried.data_ptr(), features.data_ptr())
-        return features
+            self._handle.absorb(pointers, cache, carried.data_ptr(), states.data_ptr())
+        return states
 
     def draft(self, batch: StepBatch, previous: Tensor, kv_cache: KvCache) -> HeadRows:
         """See `DraftHead.draft`."""
         batch = on_host(batch)
         num_rows = batch.token_ids.shape[0]
-        self._check(previous, (num_rows, self.hidden_size))
+        self._check(previous, (num_rows, self.state_size))
         logits = torch.empty(num_rows, len(self._vocab_ids))
-        features = torch.empty(num_rows, self.hidden_size)
+        states = torch.empty(num_rows, self.state_size)
         best, shares = np.empty(num_rows, np.int32), np.empty(num_rows, np.float32)
         pointers = step_pointers(batch, logits)
         self._handle.draft(
             pointers,
             self._model.cache_pointer(kv_cache, 1),
             previous.data_ptr(),
-            features.data_ptr(),
+            states.data_ptr(),
             best.ctypes.data,
             shares.ctypes.data,
         )
-        return HeadRows(logits.numpy(), features, best, shares)
+        return HeadRows(logits.numpy(), states, best, shares)
 
     def run(self, batch: StepBatch, previous: Tensor, kv_cache: KvCache, limits: RunLimits) -> HeadRun:
         """See `DraftHead.run`."""
         batch = on_host(batch)
-        self._check(previous, (1, self.hidden_size))
+        self._check(previous, (1, self.state_size))
         logits = torch.empty(1, len(self._vocab_ids))
         tokens, shares, first_ns = self._handle.run(
             step_pointers(batch, logits),

@@ -14,8 +14,8 @@ from engine.model.batch import StepBatch
 from engine.model.kv_cache import KvCache
 from engine.model.llama import LlamaModel
 from engine.spec import head_format as names
-from engine.spec.head import HeadRows, HeadRun, RunLimits
-from engine.spec.head_format import DraftHeadFile
+from engine.spec.head import NUM_STATE_TOKENS, HeadRows, HeadRun, RunLimits
+from engine.spec.head_format import DraftHeadFile, num_finding_kv_heads
 
 
 class TorchDraftHead:
@@ -50,32 +50,46 @@ class TorchDraftHead:
         """See `DraftHead.hidden_size`."""
         return self._model.config.hidden_size
 
+    @property
+    def state_size(self) -> int:
+        """See `DraftHead.state_size`."""
+        return self.hidden_size + NUM_STATE_TOKENS
+
     @torch.no_grad()
     def absorb(self, batch: StepBatch, taps: Tensor, carried: Tensor, kv_cache: KvCache) -> Tensor:
         """See `DraftHead.absorb`."""
         features = self._linear(names.FUSE, taps.flatten(1))
-        if len(features):
-            previous = features.roll(1, 0)
-            previous[batch.query_start[:-1].to(features.device).long()] = carried
-            attention = self._model.prepare_attention(batch, kv_cache)
-            self._write_kv(batch, self._joined(batch, previous), attention, kv_cache)
-        return features
+        if not len(features):
+            return features.new_empty(0, self.state_size)
+        firsts = batch.query_start[:-1].to(features.device).long()
+
+        def before(states: Tensor) -> Tensor:
+            previous = states.roll(1, 0)
+            previous[firsts] = carried
+            return previous
+
+        # Each row's older token is the newer one of the row before it, which the first of these fills in.
+        states = self._states(features, batch, features.new_zeros(len(features), self.state_size))
+        states = self._states(features, batch, before(states))
+        attention = self._model.prepare_attention(batch, kv_cache)
+        self._write_kv(batch, before(states), attention, kv_cache)
+        return states
 
     @torch.no_grad()
     def draft(self, batch: StepBatch, previous: Tensor, kv_cache: KvCache) -> HeadRows:
         """See `DraftHead.draft`."""
-        joined = self._joined(batch, previous)
         attention = self._model.prepare_attention(batch, kv_cache)
-        query = self._write_kv(batch, joined, attention, kv_cache)
+        query = self._write_kv(batch, previous, attention, kv_cache)
         attended = attention.paged_attention(query, kv_cache.tensor[self._layer]).flatten(1)
-        hidden = previous + self._linear(names.O_PROJ, attended)
+        hidden = previous[:, : self.hidden_size] + self._linear(names.O_PROJ, attended)
         normed = self._norm(names.MLP_NORM, hidden)
         gated = functional.silu(self._linear(names.GATE_PROJ, normed)) * self._linear(names.UP_PROJ, normed)
         hidden = hidden + self._linear(names.DOWN_PROJ, gated)
         logits = self._logits(hidden)
         best = logits.argmax(1)
         shares = logits.softmax(1).gather(1, best[:, None])[:, 0]
-        return HeadRows(logits.cpu().numpy(), hidden, best.int().cpu().numpy(), shares.cpu().numpy())
+        states = self._states(hidden, batch, previous)
+        return HeadRows(logits.cpu().numpy(), states, best.int().cpu().numpy(), shares.cpu().numpy())
 
     def run(self, batch: StepBatch, previous: Tensor, kv_cache: KvCache, limits: RunLimits) -> HeadRun:
         """See `DraftHead.run`."""
@@ -92,29 +106,43 @@ class TorchDraftHead:
             is_last = len(found) == len(limits.least_reach) or token_id in limits.stop_ids
             if is_last or reach < limits.least_reach[len(found)]:
                 return HeadRun(found, first_s)
-            batch, previous = _behind(batch, token_id, kv_cache.layout.block_size), rows.features
+            batch, previous = _behind(batch, token_id, kv_cache.layout.block_size), rows.states
 
     @property
     def _layer(self) -> int:
         return self._model.config.num_layers
 
-    def _joined(self, batch: StepBatch, previous: Tensor) -> Tensor:
-        """The layer's input [num_rows, 2 * hidden_size]: normed embedding and normed features."""
-        embedded = functional.embedding(batch.token_ids.to(previous.device), self._model.weights.embedding)
-        return torch.cat([self._norm(names.EMBEDDING_NORM, embedded), self._norm(names.FEATURE_NORM, previous)], dim=1)
+    def _states(self, features: Tensor, batch: StepBatch, previous: Tensor) -> Tensor:
+        """The states behind rows [num_rows, state_size], from their features and the states before them."""
+        newest = batch.token_ids[:, None].to(features.device) + 1
+        return torch.cat([features, newest.float(), previous[:, self.hidden_size : -1]], dim=1)
 
-    def _write_kv(self, batch: StepBatch, joined: Tensor, attention: StepAttention, kv_cache: KvCache) -> Tensor:
-        """Write K and V of the rows; returns the rotated query [num_rows, num_heads, head_dim]."""
-        head_dim = self._model.config.head_dim
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        """Normed embeddings; ids of another vocabulary, which states from elsewhere may hold, count as none."""
+        is_token = (token_ids >= 0) & (token_ids < self._model.config.vocab_size)
+        embedded = functional.embedding(token_ids.where(is_token, 0), self._model.weights.embedding)
+        return self._norm(names.EMBEDDING_NORM, embedded) * is_token[:, None]
+
+    def _write_kv(self, batch: StepBatch, previous: Tensor, attention: StepAttention, kv_cache: KvCache) -> Tensor:
+        """Write K and V of the rows; returns the query [num_rows, num_heads, head_dim]."""
+        head_dim, hidden = self._model.config.head_dim, self.hidden_size
+        own = self._embedded(batch.token_ids.to(previous.device))
+        joined = torch.cat([own, self._norm(names.FEATURE_NORM, previous[:, :hidden])], dim=1)
         query, key, value = (
             self._linear(name, joined).unflatten(1, (-1, head_dim))
             for name in (names.Q_PROJ, names.K_PROJ, names.V_PROJ)
         )
         angles = batch.positions.to(joined.device).float()[:, None] * self._model.weights.inverse_frequencies
         rotation = angles.cos(), angles.sin()
-        key = self._model.kernels.rope(key, *rotation)
+        key, query = self._model.kernels.rope(key, *rotation), self._model.kernels.rope(query, *rotation)
+        if num_finding_kv_heads(self._model.config):
+            newest, older = (self._embedded(ids.nan_to_num().long() - 1) for ids in previous[:, hidden:].unbind(1))
+            found = self._linear(names.FIND_KEY, torch.cat([newest, older], dim=1)).unflatten(1, (-1, head_dim))
+            key = torch.cat([found, key], dim=1)
+            sought = self._linear(names.FIND_QUERY, torch.cat([own, newest], dim=1)).unflatten(1, (-1, head_dim))
+            query = torch.cat([sought, query], dim=1)
         attention.write_kv(torch.stack([key, value], dim=1), kv_cache.tensor[self._layer])
-        return self._model.kernels.rope(query, *rotation)
+        return query
 
     def _logits(self, hidden: Tensor) -> Tensor:
         normed = self._norm(names.OUTPUT_NORM, hidden)

@@ -10,7 +10,9 @@ decides only. What chances are is in `acceptance.py`, what steps cost in `cost.p
 import math
 import statistics
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 from engine.scheduler.plan import StepPlan
 from engine.sequence import Sequence
@@ -35,6 +37,15 @@ _LEAST_CHANCE_EVERY = 8
 _PLAIN_STEPS_OBSERVED_EVERY = 4
 """Steps without drafts are the most, and all alike."""
 _LEAST_CHANCES = 0.02, 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class StartChoice:
+    """For which sequences to begin drafting in a step."""
+
+    sequences: tuple[Sequence, ...]
+    is_try: bool
+    """It does not seem to pay; what comes of it will tell."""
 
 
 class _Trials:
@@ -119,29 +130,30 @@ class DraftPacer:
         (self._first_passes if is_first else self._passes).append(seconds / num_passes)
         self._drafting_seconds += seconds
 
-    def is_worth_a_start(self, source: str, sequences: SequenceOf[Sequence]) -> bool:
-        """Return whether to draft at all in this step; now and then also when it does not seem to pay.
+    def choose_starts(self, source: str, sequences: SequenceOf[Sequence]) -> StartChoice:
+        """Choose for which sequences to begin drafting; now and then all of them, though it does not seem to pay.
 
-        Such tries take a fixed share of the time, so that a drafter that never pays costs next to nothing.
+        Such tries take a fixed share of the time, so that a drafter that never pays costs next to nothing. Which of
+        them it did draft for, a drafter says with `begin`.
         """
-        gained, taken = self._weigh_start(source, sequences)
-        trials = self._trials.setdefault(source, _Trials())
-        is_worth = gained > _START_MARGIN * taken or trials.is_due(taken)
-        if is_worth:
-            self._started.update((sequence.request_id, source) for sequence in sequences)
-        return is_worth
-
-    def _weigh_start(self, source: str, sequences: SequenceOf[Sequence]) -> tuple[float, float]:
-        """Return the seconds that starts for all of these sequences are worth, and those that they take."""
-        expected = [self.starts.expected(sequence.request_id, source) for sequence in sequences]
         num_sequences, context = len(sequences), sum(sequence.num_tokens for sequence in sequences)
-        load = StepLoad(num_sequences, context)
-        num_rows = sum(each.drafted for each in expected)
-        length = context // max(num_sequences, 1)
-        rows = self._rows_seconds(load, math.ceil(num_rows), length) * num_rows / max(math.ceil(num_rows), 1)
+        load, length = StepLoad(num_sequences, context), context // max(num_sequences, 1)
+        expected = [self.starts.expected(sequence.request_id, source) for sequence in sequences]
+        num_rows = max(math.ceil(sum(each.drafted for each in expected)), 1)
+        row_seconds = self._rows_seconds(load, num_rows, length) / num_rows
         known = self._starts_seconds or self._first_passes
         drafting = statistics.median(known) if known else 0.0
-        return sum(each.accepted for each in expected) * self._worth_of_token(load), drafting + rows
+        worth = self._worth_of_token(load)
+        gains = [each.accepted * worth - each.drafted * row_seconds * _START_MARGIN for each in expected]
+        if sum(gain for gain in gains if gain > 0) > drafting * _START_MARGIN:
+            chosen = tuple(sequence for sequence, gain in zip(sequences, gains, strict=True) if gain > 0)
+            return StartChoice(chosen, is_try=False)
+        is_due = self._trials.setdefault(source, _Trials()).is_due(drafting + row_seconds * num_rows)
+        return StartChoice(tuple(sequences) if is_due else (), is_try=is_due)
+
+    def begin(self, source: str, sequences: Iterable[Sequence]) -> None:
+        """Note that a drafter drafts for these sequences in the coming step."""
+        self._started.update((sequence.request_id, source) for sequence in sequences)
 
     def is_worth_a_pass(self, source: str, reached: SequenceOf[tuple[Sequence, float]], num_drafted: int = 0) -> bool:
         """Return whether one more token for each of these sequences would bring more than drafting it takes.

@@ -1,13 +1,12 @@
-"""Teaching a head to find: some of its attention looks where the context holds the coming token already.
+"""Heads that find, built rather than trained: some attention looks where the context holds the coming token already.
 
-Much of what a model says stands in its context: names out of a passage, a sentence said before, a loop. Row s + 1 of a
-head sees token s + 1 and the target's features behind token s, so a query made from the newest token can match the key
-of each row that followed the same token, and that row's value tells what came then: an induction head (Olsson et al.,
-arXiv 2209.11895) in one layer. Cross entropy alone finds this slowly or not at all; the attention itself, told where
-to look, learns it within a minute.
+Much of what a model says stands in its context: names out of a passage, a sentence said before, a loop. A lookup of the
+newest two tokens tells most of it. The finding heads of a draft head (`engine/spec/head_format.py`) are that lookup in
+one layer of attention, an induction head (Olsson et al., arXiv 2209.11895): a row's key holds codes of the two tokens
+before its own, a query codes of the newest two, and a row's value tells its own token. Training finds such weights
+slowly and for frequent tokens only; written down, they work for every token from the start.
 """
 
-from collections.abc import Callable, Iterator
 from typing import Final
 
 import torch
@@ -15,89 +14,92 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.spec import head_format as names
-from engine.training.head import DraftHead, HeadBatch, finding_rows
+from engine.spec.head_format import num_finding_kv_heads
+from engine.training.head import DraftHead
 
-FINDING_BATCH_TOKENS: Final = 1536
-"""Answer tokens of each of them."""
-_LEARNING_RATE: Final = 0.006
-_RATE_DECAY: Final = 0.995
-_INITIAL_STD: Final = 0.05
-_FLOOR: Final = 1e-6
-"""Under a share's logarithm, where attention missed altogether."""
-_KNOWS_LOSS: Final = 2.0
-"""A head that is better than this from the start has been taught already."""
-_CODE_SCALE: Final = 0.3
-
-
-def finding_loss(head: DraftHead, batch: HeadBatch, dtype: torch.dtype) -> Tensor:
-    """Return the mean negative logarithm of the attention that goes to the right rows; see `DraftHead.find`."""
-    found = head.find(batch, dtype)
-    return -(found + _FLOOR).log().mean() if len(found) else found.sum()
-
-
-def teach_finding(
-    head: DraftHead,
-    batches: Iterator[HeadBatch],
-    generator: torch.Generator,
-    dtype: torch.dtype,
-    num_steps: int,
-    progress: Callable[[str], None],
-) -> None:
-    """Teach the finding heads before all else, unless the head was taught already.
-
-    Args:
-        head: Initialised or trained; the weights of its finding heads are replaced.
-        batches: One for each step, and two more.
-        generator: Source of the first weights.
-        dtype: In which features are computed.
-        num_steps: Of Adam.
-        progress: Called with one line after each step.
-    """
-    with torch.no_grad():
-        if finding_loss(head, next(batches), dtype) < _KNOWS_LOSS:
-            return
-        places = finding_rows(head.target.config)
-        head.weight(names.K_PROJ)[places.key].normal_(0.0, _INITIAL_STD, generator=generator)
-        head.weight(names.Q_PROJ)[places.query].normal_(0.0, _INITIAL_STD, generator=generator)
-    learned = [head.weight(names.K_PROJ), head.weight(names.Q_PROJ)]
-    optimizer = torch.optim.Adam(learned, lr=_LEARNING_RATE)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, _RATE_DECAY)
-    for step in range(num_steps):
-        loss = finding_loss(head, next(batches), dtype)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        progress(f"finding {step + 1} of {num_steps}, loss {float(loss.detach()):.2f}")
-    optimizer.zero_grad()
-    _tell_what_is_found(head, next(batches).taps)
+_NEWEST_SHARE: Final = 0.625
+"""Of a head's width for the code of the newest token; the one before it takes the rest."""
+_NEWEST_SCORE: Final = 14.0
+"""What a row gains where the newest token is the same. Attention goes by e^score, so this drowns a thousand others."""
+_BEFORE_SCORES: Final = (6.0, 12.0, 2.0)
+"""What it gains where the token before is the same too, by query head, again and again: some insist on both tokens,
+some take what they find."""
+_NOISE: Final = 1e-4
+"""Directions so much weaker than the main one tell nothing."""
 
 
 @torch.no_grad()
-def _tell_what_is_found(head: DraftHead, taps: Tensor) -> None:
-    """Let the finding heads' values carry their row's token, and their outputs its output row.
+def build_finding(head: DraftHead, taps: Tensor) -> None:
+    """Write the weights of a head's finding heads: what they compare, what their values hold and what becomes of it.
 
-    A head's width holds the embedding's main directions only; the output is about as long as features are.
+    Args:
+        head: Initialised.
+        taps: [num_rows, num_taps * hidden_size] of some text, which say how long features are.
     """
-    config, places = head.target.config, finding_rows(head.target.config)
-    hidden = config.hidden_size
-    weight = head.weight(names.EMBEDDING_NORM)
-    embedded = functional.rms_norm(head.target.embedding[head.vocab_ids], (hidden,), weight, config.rms_norm_eps)
-    embedded = embedded - embedded.mean(0)
-    width = min(config.head_dim, *embedded.shape)
-    left, strengths, right = torch.linalg.svd(embedded, full_matrices=False)
-    main = right[:width] * _CODE_SCALE
-    codes = embedded @ main.T
-    # Least squares from a token's code to its output row.
-    told = (head.output_rows - head.output_rows.mean(0)).T @ (left[:, :width] / (strengths[:width] * _CODE_SCALE))
-    length = functional.linear(taps, head.weight(names.FUSE)).norm(dim=1).median()
-    told = told * length / (codes @ told.T).norm(dim=1).mean()
+    num_kv_heads = num_finding_kv_heads(head.target.config)
+    if num_kv_heads:
+        codes = _Codes(head)
+        _compare(head, codes, num_kv_heads)
+        _tell(head, codes, num_kv_heads, functional.linear(taps, head.weight(names.FUSE)).norm(dim=1).median())
 
+
+class _Codes:
+    """Short codes of tokens: projections of their normed embeddings on the directions in which these differ most."""
+
+    def __init__(self, head: DraftHead) -> None:
+        weight = head.weight(names.EMBEDDING_NORM)
+        eps = head.target.config.rms_norm_eps
+        embedded = functional.rms_norm(head.target.embedding[head.vocab_ids], weight.shape, weight, eps)
+        common = functional.normalize(embedded.mean(0), dim=0)
+        self.embedded = embedded - (embedded @ common)[:, None] * common
+        """[num_vocab_ids, hidden_size], without what they have in common."""
+        self._left, self._strengths, self._directions = torch.linalg.svd(self.embedded, full_matrices=False)
+
+    def projection(self, width: int) -> Tensor:
+        """Return [width, hidden_size], along which all directions count the same and codes are about 1 long."""
+        width = min(width, int((self._strengths > self._strengths[0] * _NOISE).sum()))
+        projection: Tensor = self._directions[:width] / self._strengths[:width, None]
+        return projection.div_(self._left[:, :width].norm(dim=1).mean())
+
+    def told(self, width: int, rows: Tensor) -> Tensor:
+        """Return [hidden_size, width], by least squares from codes to the tokens' rows, whose length is of no account.
+
+        Codes are the left singular vectors but for a factor, and those are orthogonal.
+        """
+        told: Tensor = (rows - rows.mean(0)).T @ self._left[:, :width]
+        return told
+
+
+def _compare(head: DraftHead, codes: _Codes, num_kv_heads: int) -> None:
+    """A query of the newest two tokens against keys of the two tokens before each row's own."""
+    config = head.target.config
+    hidden, dim = config.hidden_size, config.head_dim
+    num_newest = int(dim * _NEWEST_SHARE)
+    newest, before = codes.projection(num_newest), codes.projection(dim - num_newest)
+    query, key = head.weight(names.FIND_QUERY).zero_(), head.weight(names.FIND_KEY).zero_()
+    # As large in keys as in queries, so that neither loses much where it is quantized.
+    root = (_NEWEST_SCORE * dim**0.5) ** 0.5
+    for start in range(0, num_kv_heads * dim, dim):
+        key[start : start + len(newest), :hidden] = newest * root
+        key[start + num_newest : start + num_newest + len(before), hidden:] = before * root
+    for number, start in enumerate(range(0, len(query), dim)):
+        query[start : start + len(newest), :hidden] = newest * root
+        score = _BEFORE_SCORES[number % len(_BEFORE_SCORES)]
+        query[start + num_newest : start + num_newest + len(before), hidden:] = before * (root * score / _NEWEST_SCORE)
+
+
+def _tell(head: DraftHead, codes: _Codes, num_kv_heads: int, length: Tensor) -> None:
+    """Values carry their row's token as a code, outputs turn it into the token's output row, `length` long."""
+    config = head.target.config
+    hidden, dim = config.hidden_size, config.head_dim
+    main = codes.projection(dim)
+    told = codes.told(len(main), head.output_rows)
+    told = told * length / (codes.embedded @ main.T @ told.T).norm(dim=1).mean()
     value, output = head.weight(names.V_PROJ), head.weight(names.O_PROJ)
-    value[places.key] = 0.0
-    value[places.key.start : places.key.start + width, :hidden] = main
-    output[:, places.query] = 0.0
-    groups = config.num_heads // config.num_kv_heads
-    for group in range(groups):
-        start = places.query.start + group * config.head_dim
-        output[:, start : start + width] = told / groups
+    for start in range(0, num_kv_heads * dim, dim):
+        value[start : start + dim] = 0.0
+        value[start : start + len(main), :hidden] = main
+    num_heads = num_kv_heads * (config.num_heads // config.num_kv_heads)
+    for start in range(0, num_heads * dim, dim):
+        output[:, start : start + dim] = 0.0
+        output[:, start : start + len(main)] = told / num_heads

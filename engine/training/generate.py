@@ -19,8 +19,6 @@ from engine.types import EngineRequest, RequestId, SamplingParams, SequenceOutpu
 
 _MARK = "\x02turn\x02"
 """Stands where the user's words go while a template is taken apart."""
-_USER_TEMPERATURE = 0.85
-"""Small models stop making sense above."""
 _USER_TOP_K = 64
 _ANSWER_TOP_K = 128
 """Keeps sampling cheap; what lies below is hardly ever drawn."""
@@ -111,7 +109,7 @@ class Generator:
         draft.prompt = self._tokenizer.encode(text + opening, add_special_tokens=False)
         params = SamplingParams(
             max_tokens=_MAX_FOLLOW_UP_TOKENS if draft.turns else assignment.kind.max_user_tokens,
-            temperature=_USER_TEMPERATURE,
+            temperature=assignment.kind.user_temperature,
             top_k=_USER_TOP_K,
             top_p=0.95,
             seed=draft.seed,

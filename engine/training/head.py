@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.config import ModelConfig
 from engine.spec import head_format as names
-from engine.spec.head_format import DraftHeadFile, weight_shapes
+from engine.spec.head_format import DraftHeadFile, num_finding_kv_heads, weight_shapes
 from engine.training.target import TargetParts
 
-FINDING_KV_HEAD = 0
-"""The query heads of this KV head learn to look where the context holds the coming token already; see `finding.py`."""
+_BUILT = (names.FIND_QUERY, names.FIND_KEY)
+"""Not trained: `finding.py` builds them."""
 _INITIAL_STD = 0.02
 _SMALL = 0.1
 """Factor on the initial weights of what is added to the residual stream, so that training starts near the features."""
@@ -68,8 +67,19 @@ class StepRows:
 
 
 @dataclass(frozen=True, slots=True)
+class _Finding:
+    """What the finding heads compare: of tokens alone, so the same in every draft step."""
+
+    query: Tensor  # [n, their query heads, head_dim]
+    key: Tensor  # [n, their KV heads, head_dim]
+
+    def of(self, rows: Tensor) -> "_Finding":
+        return _Finding(self.query[rows], self.key[rows])
+
+
+@dataclass(frozen=True, slots=True)
 class _Keys:
-    key: Tensor  # [n, num_kv_heads, head_dim], rotated
+    key: Tensor  # [n, num_kv_heads, head_dim]
     value: Tensor  # [n, num_kv_heads, head_dim]
     offsets: tuple[int, ...]  # where each segment begins
 
@@ -87,7 +97,8 @@ class DraftHead(nn.Module):
         """[num_vocab_ids, hidden_size], frozen."""
         self.weights = nn.ParameterDict()
         for name, shape in weight_shapes(target.config, len(self.tap_layers)).items():
-            self.weights[_key(name)] = nn.Parameter(torch.ones(shape) if len(shape) == 1 else torch.zeros(shape))
+            values = torch.ones(shape) if len(shape) == 1 else torch.zeros(shape)
+            self.weights[_key(name)] = nn.Parameter(values, requires_grad=name not in _BUILT)
 
     def initialise(self, generator: torch.Generator, tap_scales: Tensor) -> None:
         """Set the start of training: features are the last tap as the output rows read it, all else is small noise.
@@ -137,10 +148,10 @@ class DraftHead(nn.Module):
         """
         products = _Products(self, dtype)
         embedded, features = self._embedded(batch), self._features(batch, products)
-        rotation = self._rotation(batch)
+        rotation, finding = self._rotation(batch), self._finding(batch, embedded)
 
         inputs = torch.cat([embedded, self._norm(features, names.FEATURE_NORM)], dim=1).to(dtype)
-        base = self._keys(products, inputs, rotation, ())
+        base = self._keys(products, inputs, rotation, finding, ())
         steps: list[StepRows] = []
         drafted: list[_Keys] = []
         segments = list(batch.segments)
@@ -148,7 +159,7 @@ class DraftHead(nn.Module):
         residual = features[rows]
         inputs = inputs[rows]
         while True:
-            query = self._query(products, inputs, rotation, rows)
+            query = self._query(products, inputs, rotation, finding, rows)
             attended = self._attend(query, base, drafted, segments, len(steps))
             behind = residual + products.linear(attended.to(dtype), names.O_PROJ)
             normed = self._norm(behind, names.MLP_NORM).to(dtype)
@@ -164,52 +175,29 @@ class DraftHead(nn.Module):
             rows = _rows(segments)
             inputs = torch.cat([embedded[rows], self._norm(residual, names.FEATURE_NORM)], dim=1).to(dtype)
             offsets = tuple(accumulate((each.end - each.first for each in segments), initial=0))
-            drafted.append(self._keys(products, inputs, (rotation[0][rows], rotation[1][rows]), offsets))
-
-    def find(self, batch: HeadBatch, dtype: torch.dtype = torch.float32) -> Tensor:
-        """How well the heads of `FINDING_KV_HEAD` find what comes next in the context.
-
-        Only their query and key weights get gradients from it.
-
-        Args:
-            batch: The sequences; the text itself says what comes next.
-            dtype: In which features are computed.
-
-        Returns:
-            [n] of the rows behind which a token comes that the context holds already: the share of these heads'
-            attention that goes to rows of that token, whose values can tell it.
-        """
-        config = self.target.config
-        with torch.no_grad():
-            features = self._norm(self._features(batch, _Products(self, dtype)), names.FEATURE_NORM)
-            inputs = torch.cat([self._embedded(batch), features], dim=1)
-        rotation = self._rotation(batch)
-        places = finding_rows(config)
-        key = _rotate(functional.linear(inputs, self.weight(names.K_PROJ)[places.key])[:, None], rotation)[:, 0]
-        query = functional.linear(inputs, self.weight(names.Q_PROJ)[places.query]).unflatten(1, (-1, config.head_dim))
-        query = _rotate(query, rotation) * config.head_dim**-0.5
-        following = batch.following
-        found: list[Tensor] = []
-        for segment in batch.segments:
-            rows, keys = slice(segment.first, segment.end), slice(segment.sequence_start, segment.end)
-            is_hidden = torch.ones(segment.end - segment.first, segment.end - segment.sequence_start, dtype=torch.bool)
-            is_hidden.triu_(segment.first - segment.sequence_start + 1)
-            scores = (query[rows].transpose(0, 1) @ key[keys].T).masked_fill(is_hidden, -torch.inf)
-            is_same = (following[rows, None] == batch.token_ids[keys]) & ~is_hidden
-            share = (scores.softmax(-1).mean(0) * is_same).sum(1)
-            found.append(share[is_same.any(1)])
-        return torch.cat(found)
+            own_rotation = rotation[0][rows], rotation[1][rows]
+            drafted.append(self._keys(products, inputs, own_rotation, finding.of(rows), offsets))
 
     def _embedded(self, batch: HeadBatch) -> Tensor:
         return self._norm(functional.embedding(batch.token_ids, self.target.embedding), names.EMBEDDING_NORM)
 
     def _features(self, batch: HeadBatch, products: "_Products") -> Tensor:
         """Of the position before each row; 0 at a sequence's start."""
-        fused = products.linear(batch.taps.to(products.dtype), names.FUSE)
-        features = torch.cat([fused.new_zeros(1, fused.shape[1]), fused[:-1]])
-        is_start = torch.zeros(len(features), 1, dtype=torch.bool)
-        is_start[list(batch.sequence_starts)] = True
-        return features.masked_fill(is_start, 0.0)
+        return _before(products.linear(batch.taps.to(products.dtype), names.FUSE), batch.sequence_starts)
+
+    def _finding(self, batch: HeadBatch, embedded: Tensor) -> _Finding:
+        dim = self.target.config.head_dim
+        if not num_finding_kv_heads(self.target.config):
+            nothing = embedded.new_zeros(len(embedded), 0, dim)
+            return _Finding(nothing, nothing)
+        with torch.no_grad():
+            before = _before(embedded, batch.sequence_starts)
+            query = torch.cat([embedded, before], dim=1)
+            key = torch.cat([before, _before(before, batch.sequence_starts)], dim=1)
+            return _Finding(
+                functional.linear(query, self.weight(names.FIND_QUERY)).unflatten(1, (-1, dim)),
+                functional.linear(key, self.weight(names.FIND_KEY)).unflatten(1, (-1, dim)),
+            )
 
     def _attend(
         self, query: Tensor, base: _Keys, drafted: Sequence[_Keys], segments: Sequence[Segment], num_before: int
@@ -245,17 +233,28 @@ class DraftHead(nn.Module):
         return torch.cat(results)
 
     def _keys(
-        self, products: "_Products", inputs: Tensor, rotation: tuple[Tensor, Tensor], offsets: tuple[int, ...]
+        self,
+        products: "_Products",
+        inputs: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        finding: _Finding,
+        offsets: tuple[int, ...],
     ) -> _Keys:
-        config = self.target.config
-        key = products.linear(inputs, names.K_PROJ).unflatten(1, (config.num_kv_heads, config.head_dim))
-        value = products.linear(inputs, names.V_PROJ).unflatten(1, (config.num_kv_heads, config.head_dim))
-        return _Keys(_rotate(key, rotation), value, offsets)
+        dim = self.target.config.head_dim
+        key = products.linear(inputs, names.K_PROJ).unflatten(1, (-1, dim))
+        value = products.linear(inputs, names.V_PROJ).unflatten(1, (-1, dim))
+        return _Keys(torch.cat([finding.key, _rotate(key, rotation)], dim=1), value, offsets)
 
-    def _query(self, products: "_Products", inputs: Tensor, rotation: tuple[Tensor, Tensor], rows: Tensor) -> Tensor:
-        config = self.target.config
-        heads = products.linear(inputs, names.Q_PROJ).unflatten(1, (config.num_heads, config.head_dim))
-        return _rotate(heads, (rotation[0][rows], rotation[1][rows]))
+    def _query(
+        self,
+        products: "_Products",
+        inputs: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        finding: _Finding,
+        rows: Tensor,
+    ) -> Tensor:
+        query = products.linear(inputs, names.Q_PROJ).unflatten(1, (-1, self.target.config.head_dim))
+        return torch.cat([finding.query[rows], _rotate(query, (rotation[0][rows], rotation[1][rows]))], dim=1)
 
     def _rotation(self, batch: HeadBatch) -> tuple[Tensor, Tensor]:
         starts = torch.tensor(batch.sequence_starts)
@@ -268,23 +267,6 @@ class DraftHead(nn.Module):
     def _norm(self, x: Tensor, name: str) -> Tensor:
         weight = self.weight(name)
         return functional.rms_norm(x, weight.shape, weight, self.target.config.rms_norm_eps)
-
-
-@dataclass(frozen=True, slots=True)
-class FindingRows:
-    """Where the finding heads' weights are."""
-
-    key: slice
-    """Rows of k_proj and v_proj."""
-    query: slice
-    """Rows of q_proj, columns of o_proj."""
-
-
-def finding_rows(config: ModelConfig) -> FindingRows:
-    """Return them for a target of this shape."""
-    first, width = FINDING_KV_HEAD * config.head_dim, config.head_dim
-    groups = config.num_heads // config.num_kv_heads
-    return FindingRows(slice(first, first + width), slice(first * groups, (first + width) * groups))
 
 
 class _Products:
@@ -308,6 +290,14 @@ def _key(name: str) -> str:
 
 def _rows(segments: Sequence[Segment]) -> Tensor:
     return torch.cat([torch.arange(segment.first, segment.end) for segment in segments])
+
+
+def _before(x: Tensor, sequence_starts: Sequence[int]) -> Tensor:
+    """Of each row what the row before it holds; 0 at a sequence's start."""
+    before = torch.cat([x.new_zeros(1, x.shape[1]), x[:-1]])
+    is_start = torch.zeros(len(x), 1, dtype=torch.bool)
+    is_start[list(sequence_starts)] = True
+    return before.masked_fill(is_start, 0.0)
 
 
 def _rotate(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

@@ -25,6 +25,7 @@ from engine.training.corpus import Conversation, Corpus
 from engine.training.coupling import measure_coupling
 from engine.training.evaluate import Evaluator
 from engine.training.features import Features, prepare_features
+from engine.training.finding import build_finding
 from engine.training.generate import Generator
 from engine.training.head import DraftHead
 from engine.training.log import TrainingLog
@@ -114,6 +115,7 @@ def train_drafter(
     )
     head = DraftHead(target, taps, vocab_ids)
     head.initialise(torch.Generator().manual_seed(training.seed), tap_scales(features, len(taps)))
+    build_finding(head, features.batch(learned[:1]).taps)
     if start is not None:
         head.load(start)
     folder = work_dir / _TRAINING

@@ -45,7 +45,7 @@ class TrainingSettings:
     num_steps: int | None = None
     """Optimizer steps; None = as many as fit into `minutes`. With a number the run is reproducible from its seed."""
     seed: int = 1
-    vocab_size: int = 8192
+    vocab_size: int = 12288
     """Tokens that the head can propose: the most frequent ones of the training text."""
     tap_layers: tuple[int, ...] | None = None
     """Layers whose output the head sees; None = after a quarter, a half and all of the layers."""
@@ -56,8 +56,6 @@ class TrainingSettings:
     weight_decay: float = 0.01
     num_draft_steps: int = 5
     """Draft steps that are trained."""
-    num_finding_steps: int = 500
-    """Steps before all others in which some of the head's attention learns to find; see `finding.py`."""
     checkpoint_minutes: float = 6.0
     """Time between evaluations, each of which saves the head if it is the best so far."""
 

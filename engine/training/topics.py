@@ -43,6 +43,8 @@ class Kind:
     endings: tuple[str, ...] = ("",)
     """Added to what the model wrote for the user."""
     max_user_tokens: int = 80
+    user_temperature: float = 0.85
+    """Small models stop making sense above; passages to copy from need rarer words more than sense."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ FOLLOW_UPS = (
 )
 """How a user's second turn begins. Most ask for much of what was said already: copying has to be learned too."""
 
+_PASSAGE_TEMPERATURE = 1.0
 _ANY = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 KINDS: tuple[Kind, ...] = (
@@ -170,6 +173,7 @@ KINDS: tuple[Kind, ...] = (
             "From the following passage, list",
         ),
         max_user_tokens=160,
+        user_temperature=_PASSAGE_TEMPERATURE,
     ),
     Kind(
         "stem",
@@ -244,6 +248,35 @@ KINDS: tuple[Kind, ...] = (
             "Give me a short summary of this report about {subject}: ",
         ),
         max_user_tokens=420,
+        user_temperature=_PASSAGE_TEMPERATURE,
+    ),
+    Kind(
+        "editing",
+        14,
+        "You are an editor of texts and code. The user gives a text about {subject} and says what to change in it.",
+        (
+            "Correct the spelling of this text and return all of it:\n\nThe",
+            "Return this paragraph in the past tense:\n\n{subject}",
+            "Copy this list and add one line:\n\n1.",
+            "Improve this email about {subject}, changing as little as you can:\n\nDear",
+            "Here is a note about {subject}:\n\n",
+            "Here is a Python function:\n\n```python\ndef",
+            "Here is a configuration file:\n\n```yaml\n",
+            "Here is a text.\n\nIn",
+            "Here is a report:\n\nOn",
+        ),
+        endings=(
+            "",
+            "\n\nReturn it unchanged.",
+            "\n\nReturn all of it with the names changed.",
+            "\n\nReturn all of it and write every number as a word.",
+            "\n\nRepeat it word for word, then say what is missing.",
+            "\n\nCorrect the mistakes and return all of it.",
+            "\n\nReturn all of it, in British spelling.",
+            "\n\nRename what is not clear and return the whole.",
+        ),
+        max_user_tokens=240,
+        user_temperature=_PASSAGE_TEMPERATURE,
     ),
     Kind(
         "retrieval",
@@ -268,6 +301,7 @@ KINDS: tuple[Kind, ...] = (
             "",
         ),
         max_user_tokens=520,
+        user_temperature=_PASSAGE_TEMPERATURE,
     ),
 )
 

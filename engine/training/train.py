@@ -18,7 +18,6 @@ from torch import Tensor
 
 from engine.training.evaluate import NUM_POSITIONS, Evaluator, HeldOut
 from engine.training.features import Features
-from engine.training.finding import FINDING_BATCH_TOKENS, finding_loss, teach_finding
 from engine.training.head import DraftHead, HeadBatch
 from engine.training.loss import Teaching, head_loss
 from engine.training.optimizer import HeadOptimizer
@@ -33,7 +32,6 @@ _STEP_WEIGHT = 0.8
 """How much less each further draft step counts: it matters only when those before were right."""
 _RAMP = (0.15, 0.3, 0.5, 0.7)
 """Progress at which a second draft step is trained too, a third and so on: the first is what all others rest on."""
-_FINDING_WEIGHT = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +100,7 @@ class Trainer:
         """
         started = last_entry = time.monotonic()
         losses: list[float] = []
-        if not self.num_steps:
-            self._teach_finding(training, progress)
-            started = last_entry = time.monotonic()
-        batches = self._batches(training, self._settings.batch_tokens)
+        batches = self._batches(training)
         for _ in range(self.num_steps):
             next(batches)
         while True:
@@ -131,7 +126,6 @@ class Trainer:
         batch, teaching = self._features.batch(numbers), self._features.teaching(numbers)
         num_draft_steps = min(self._settings.num_draft_steps, 1 + sum(share >= each for each in _RAMP))
         losses = self._losses(batch, teaching, num_draft_steps)
-        losses.append(finding_loss(self._head, batch, self._dtype) * _FINDING_WEIGHT)
         self._optimizer.zero_grad()
         sum(losses[1:], losses[0]).backward()
         torch.nn.utils.clip_grad_norm_(self._head.parameters(), _MAX_GRADIENT_NORM)
@@ -150,13 +144,7 @@ class Trainer:
             losses.append(loss * (_STEP_WEIGHT**number / own.weights.sum().clamp_min(1.0)))
         return losses
 
-    def _teach_finding(self, training: Sequence[int], progress: Callable[[float, str], None]) -> None:
-        generator = torch.Generator().manual_seed(self._settings.seed)
-        batches = (self._features.batch(each) for each in self._batches(training, FINDING_BATCH_TOKENS))
-        num_steps = self._settings.num_finding_steps
-        teach_finding(self._head, batches, generator, self._dtype, num_steps, lambda line: progress(0.0, line))
-
-    def _batches(self, training: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    def _batches(self, training: Sequence[int]) -> Iterator[list[int]]:
         """Batches without end: every conversation once, in a new order, again and again."""
         epoch = 0
         while True:
@@ -167,7 +155,7 @@ class Trainer:
             for number in order:
                 batch.append(number)
                 size += self._answer_tokens[number]
-                if size >= batch_tokens:
+                if size >= self._settings.batch_tokens:
                     yield batch
                     batch, size = [], 0
             if batch:

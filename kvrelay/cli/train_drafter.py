@@ -45,7 +45,7 @@ def train_drafter(
     seed: Annotated[int, typer.Option("--seed", help="Of the text, its order and the head's first weights.")] = 1,
     streams: Annotated[int, typer.Option("--streams", help="Conversations written at once.")] = 32,
     context: Annotated[int, typer.Option("--context", help="Longest conversation in tokens.")] = 1536,
-    vocab_size: Annotated[int, typer.Option("--vocab-size", help="Tokens that the head can propose.")] = 8192,
+    vocab_size: Annotated[int, typer.Option("--vocab-size", help="Tokens that the head can propose.")] = 12288,
     tap_layers: Annotated[
         str | None,
         typer.Option("--tap-layers", help="Layers whose output the head sees, e.g. 7,15,29; the last one among them."),

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvrelay.v1 import sampling_pb2 as kvrelay_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvrelay/v1/handoff.proto\x12\nkvrelay.v1\x1a\x19kvrelay/v1/sampling.proto\"\xa8\x01\n\x08KvHandle\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\x04\x12\x13\n\x0bstart_token\x18\x06 \x01(\r\x12\x12\n\nnum_tokens\x18\x07 \x01(\r\x12\x1a\n\x12layout_fingerprint\x18\x08 \x01(\t\"\xba\x02\n\rHandoffRecord\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12\x34\n\x0e\x66irst_logprobs\x18\x02 \x01(\x0b\x32\x1c.kvrelay.v1.PositionLogprobs\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12\"\n\x15matched_stop_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12\x12\n\nprefill_ns\x18\x06 \x01(\x04\x12\x10\n\x08queue_ns\x18\x07 \x01(\x04\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x12\x16\n\x0e\x64raft_features\x18\t \x01(\x0c\x42\x18\n\x16_matched_stop_token_idb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvrelay/v1/handoff.proto\x12\nkvrelay.v1\x1a\x19kvrelay/v1/sampling.proto\"\xa8\x01\n\x08KvHandle\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\x04\x12\x13\n\x0bstart_token\x18\x06 \x01(\r\x12\x12\n\nnum_tokens\x18\x07 \x01(\r\x12\x1a\n\x12layout_fingerprint\x18\x08 \x01(\t\"\xb7\x02\n\rHandoffRecord\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12\x34\n\x0e\x66irst_logprobs\x18\x02 \x01(\x0b\x32\x1c.kvrelay.v1.PositionLogprobs\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12\"\n\x15matched_stop_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12\x12\n\nprefill_ns\x18\x06 \x01(\x04\x12\x10\n\x08queue_ns\x18\x07 \x01(\x04\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x12\x13\n\x0b\x64raft_state\x18\t \x01(\x0c\x42\x18\n\x16_matched_stop_token_idb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,5 +35,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVHANDLE']._serialized_start=68
   _globals['_KVHANDLE']._serialized_end=236
   _globals['_HANDOFFRECORD']._serialized_start=239
-  _globals['_HANDOFFRECORD']._serialized_end=553
+  _globals['_HANDOFFRECORD']._serialized_end=550
 # @@protoc_insertion_point(module_scope)

@@ -27,7 +27,7 @@ class KvHandle(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., epoch: _Optional[int] = ..., ticket: _Optional[bytes] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., start_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., layout_fingerprint: _Optional[str] = ...) -> None: ...
 
 class HandoffRecord(_message.Message):
-    __slots__ = ("first_token_id", "first_logprobs", "finish_reason", "matched_stop_token_id", "num_cached_tokens", "prefill_ns", "queue_ns", "traceparent", "draft_features")
+    __slots__ = ("first_token_id", "first_logprobs", "finish_reason", "matched_stop_token_id", "num_cached_tokens", "prefill_ns", "queue_ns", "traceparent", "draft_state")
     FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -36,7 +36,7 @@ class HandoffRecord(_message.Message):
     PREFILL_NS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
-    DRAFT_FEATURES_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_STATE_FIELD_NUMBER: _ClassVar[int]
     first_token_id: int
     first_logprobs: _sampling_pb2.PositionLogprobs
     finish_reason: _sampling_pb2.FinishReason
@@ -45,5 +45,5 @@ class HandoffRecord(_message.Message):
     prefill_ns: int
     queue_ns: int
     traceparent: str
-    draft_features: bytes
-    def __init__(self, first_token_id: _Optional[int] = ..., first_logprobs: _Optional[_Union[_sampling_pb2.PositionLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ..., matched_stop_token_id: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., traceparent: _Optional[str] = ..., draft_features: _Optional[bytes] = ...) -> None: ...
+    draft_state: bytes
+    def __init__(self, first_token_id: _Optional[int] = ..., first_logprobs: _Optional[_Union[_sampling_pb2.PositionLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ..., matched_stop_token_id: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., traceparent: _Optional[str] = ..., draft_state: _Optional[bytes] = ...) -> None: ...

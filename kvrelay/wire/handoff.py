@@ -22,7 +22,7 @@ def handoff_record_to_proto(record: HandoffRecord) -> handoff_pb2.HandoffRecord:
         prefill_ns=record.prefill_ns,
         queue_ns=record.queue_ns,
         traceparent=record.traceparent,
-        draft_features=record.draft_features,
+        draft_state=record.draft_state,
     )
     if record.first_logprobs is not None:
         message.first_logprobs.CopyFrom(logprobs_to_proto(record.first_logprobs))
@@ -42,5 +42,5 @@ def handoff_record_from_proto(message: handoff_pb2.HandoffRecord) -> HandoffReco
         prefill_ns=message.prefill_ns,
         queue_ns=message.queue_ns,
         traceparent=message.traceparent,
-        draft_features=message.draft_features,
+        draft_state=message.draft_state,
     )

@@ -36,12 +36,12 @@ MAX_ROUNDING_COST = 0.15
 
 @dataclass(slots=True)
 class Line:
-    """One sequence's tokens, blocks and newest features."""
+    """One sequence's tokens, blocks and newest state."""
 
     token_ids: list[int]
     block_table: list[BlockId]
-    features: list[Tensor] = field(default_factory=list)
-    """Of each computed position, [hidden_size]."""
+    states: list[Tensor] = field(default_factory=list)
+    """Behind each computed position, [state_size]."""
 
 
 class HeadRun:
@@ -64,8 +64,8 @@ class HeadRun:
         """Compute so many further tokens of each sequence in one step."""
         parts = [
             SequenceRows(
-                line.token_ids[len(line.features) : len(line.features) + count],
-                len(line.features),
+                line.token_ids[len(line.states) : len(line.states) + count],
+                len(line.states),
                 line.block_table,
                 0,
             )
@@ -75,27 +75,28 @@ class HeadRun:
         hidden = self.model.config.hidden_size
         taps = LayerTaps(self.head.tap_layers, torch.empty(len(batch.token_ids), len(self.head.tap_layers), hidden))
         self.model.forward(batch, self.cache, None, taps)
-        carried = torch.stack([line.features[-1] if line.features else torch.zeros(hidden) for line, _ in work])
+        nothing = torch.zeros(self.head.state_size)
+        carried = torch.stack([line.states[-1] if line.states else nothing for line, _ in work])
         rows = iter(self.head.absorb(batch, taps.values, carried, self.cache))
         for line, count in work:
-            line.features += [next(rows) for _ in range(count)]
+            line.states += [next(rows) for _ in range(count)]
 
     def prefill_alone(self, line: Line, chunk: int) -> None:
-        while (left := len(line.token_ids) - len(line.features)) > 0:
+        while (left := len(line.token_ids) - len(line.states)) > 0:
             self.prefill([(line, min(chunk, left))])
 
     def draft(self, lines: Sequence[Line], first_ids: Sequence[int], count: int) -> Tensor:
         """Draft `count` tokens greedily behind `first_ids`; returns logits [count, num_lines, vocabulary ids]."""
-        previous = torch.stack([line.features[-1] for line in lines])
+        previous = torch.stack([line.states[-1] for line in lines])
         token_ids = list(first_ids)
         found: list[Tensor] = []
         for offset in range(count):
             parts = [
-                SequenceRows([token_id], len(line.features) + offset, line.block_table, 1)
+                SequenceRows([token_id], len(line.states) + offset, line.block_table, 1)
                 for line, token_id in zip(lines, token_ids, strict=True)
             ]
             rows = self.head.draft(build_batch(parts, BLOCK_SIZE), previous, self.cache)
-            previous = rows.features
+            previous = rows.states
             found.append(torch.from_numpy(rows.logits.copy()))
             token_ids = [int(self.head.vocab_ids[best]) for best in rows.logits.argmax(axis=1)]
         return torch.stack(found)
@@ -134,20 +135,24 @@ def dense_logits(run: HeadRun, file: DraftHeadFile, token_ids: Sequence[int], ta
     features = taps.flatten(1) @ weights["fuse.weight"].T  # of positions 0..n-2
     before = torch.cat([torch.zeros(1, config.hidden_size), features])
     embedded = run.model.weights.embedding[torch.tensor(token_ids)]
-    x = torch.cat([norm("embedding_norm.weight", embedded), norm("feature_norm.weight", before)], dim=1)
+    own = norm("embedding_norm.weight", embedded)
+    x = torch.cat([own, norm("feature_norm.weight", before)], dim=1)
+    newest, older = (torch.cat([torch.zeros(back, config.hidden_size), own[:-back]]) for back in (1, 2))
     angles = torch.arange(len(token_ids))[:, None].float() * run.model.weights.inverse_frequencies
 
-    def heads(name: str, count: int, *, is_rotated: bool) -> Tensor:
-        y = (x @ weights[name].T).view(len(token_ids), count, config.head_dim).transpose(0, 1)
+    def heads(name: str, x: Tensor = x, *, is_rotated: bool = False) -> Tensor:
+        y = (x @ weights[name].T).view(len(token_ids), -1, config.head_dim).transpose(0, 1)
         if not is_rotated:
             return y
         first, second = y.chunk(2, -1)
         cos, sin = angles.cos(), angles.sin()
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
-    query = heads("q_proj.weight", config.num_heads, is_rotated=True)
-    key = heads("k_proj.weight", config.num_kv_heads, is_rotated=True)
-    value = heads("v_proj.weight", config.num_kv_heads, is_rotated=False)
+    query, key = heads("q_proj.weight", is_rotated=True), heads("k_proj.weight", is_rotated=True)
+    if config.num_kv_heads > 1:
+        query = torch.cat([heads("find_query.weight", torch.cat([own, newest], dim=1)), query])
+        key = torch.cat([heads("find_key.weight", torch.cat([newest, older], dim=1)), key])
+    value = heads("v_proj.weight")
     group = config.num_heads // config.num_kv_heads
     attended = functional.scaled_dot_product_attention(
         query[None], key.repeat_interleave(group, 0)[None], value.repeat_interleave(group, 0)[None], is_causal=True
@@ -208,7 +213,7 @@ def test_native_head_gives_the_same_bits_however_rows_are_computed(
         neighbours = [run.add(other) for other in others]
         line = run.add(prompt)
         run.prefill([(neighbours[0], 5), (line, 30), (neighbours[1], 20)])
-        run.prefill([(line, 60), *((each, len(each.token_ids) - len(each.features)) for each in neighbours)])
+        run.prefill([(line, 60), *((each, len(each.token_ids) - len(each.states)) for each in neighbours)])
         found = run.draft([*neighbours, line], [4, 5, 6, 8, 9, 7], 6)[:, -1]
         assert torch.equal(found, expected), f"among others, {num_threads} threads"
 
@@ -224,7 +229,7 @@ def test_a_run_is_one_pass_after_the_other(checkpoint: Callable[[str], Path]) ->
         def drafts(limits: RunLimits, run: HeadRun = run, line: Line = line, shares: list[float] = shares) -> list[int]:
             batch = build_batch([SequenceRows([9], 30, line.block_table, 1)], BLOCK_SIZE)
             batch = replace(batch, block_tables=torch.tensor([line.block_table], dtype=torch.int32))
-            ran = run.head.run(batch, line.features[-1][None].clone(), run.cache, limits)
+            ran = run.head.run(batch, line.states[-1][None].clone(), run.cache, limits)
             found = ran.drafts
             assert ran.first_s > 0
             assert [share for _, share in found] == pytest.approx(shares[: len(found)], rel=1e-4)
@@ -259,11 +264,28 @@ def test_head_rows_outside_the_cache_are_refused(checkpoint: Callable[[str], Pat
     run.prefill_alone(line, 20)
     batch = build_batch([SequenceRows([257], 20, line.block_table, 1)], BLOCK_SIZE)
     with pytest.raises(IndexError, match="outside"):
-        run.head.draft(batch, line.features[-1][None], run.cache)
+        run.head.draft(batch, line.states[-1][None], run.cache)
     layout = KvLayout("", 3, 2, 16, BLOCK_SIZE, KvDtype.FP32)
     batch = build_batch([SequenceRows([5], 20, line.block_table, 1)], BLOCK_SIZE)
     with pytest.raises(InvalidRequest, match="geometry"):
-        run.head.draft(batch, line.features[-1][None], KvCache(layout, 64, torch.device("cpu")))
+        run.head.draft(batch, line.states[-1][None], KvCache(layout, 64, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("token", [float("nan"), -3.0, 1e9, 258.0])
+def test_state_with_tokens_of_no_vocabulary_is_one_without_tokens(
+    token: float, checkpoint: Callable[[str], Path]
+) -> None:
+    """States come over the wire."""
+    for run in (torch_run(checkpoint("llama")), native_run(checkpoint("llama"))):
+        line = run.add(prompt_ids(5, 20))
+        run.prefill_alone(line, 20)
+        true, hidden = line.states[-1].clone(), run.head.hidden_size
+        line.states[-1][hidden:] = 0.0
+        expected = run.draft([line], [9], 1)
+        line.states[-1][hidden:] = token
+        assert torch.equal(run.draft([line], [9], 1), expected)
+        line.states[-1] = true
+        assert not torch.equal(run.draft([line], [9], 1), expected)
 
 
 def test_heads_are_loaded_for_the_models_kernels(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

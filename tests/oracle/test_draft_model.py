@@ -1,6 +1,6 @@
 """The draft model: as its own drafter the target is always right, tokens are the same, and its memory is bounded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from engine.errors import InvalidRequest
 from engine.model.interface import LanguageModel
 from engine.model.kv_cache import KvCache
 from engine.model.loader import load_model
+from engine.sequence import Sequence as EngineSequence
 from engine.spec import draft_model
 from engine.spec.cost import CostShape
 from engine.spec.draft_model import ModelDrafter
-from engine.spec.pace import DraftPacer
+from engine.spec.pace import DraftPacer, StartChoice
 from engine.spec.speculation import Speculation
 from engine.types import EngineRequest, RequestId
 from prefill_service.settings import PrefillSettings
@@ -35,8 +36,8 @@ FolderOf = Callable[[str], Path]
 class AlwaysEager(Eager):
     """Drafts as far as the limit goes, whatever a pass takes."""
 
-    def is_worth_a_start(self, *_: Any, **__: Any) -> bool:
-        return True
+    def choose_starts(self, source: str, sequences: Sequence[EngineSequence]) -> StartChoice:
+        return StartChoice(tuple(sequences), is_try=False)
 
     def is_worth_a_pass(self, *_: Any, **__: Any) -> bool:
         return True

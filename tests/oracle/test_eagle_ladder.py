@@ -11,6 +11,7 @@ import pytest
 from engine.config import KvDtype, SchedulerConfig
 from engine.sequence import Sequence as EngineSequence
 from engine.spec import eagle
+from engine.spec.pace import StartChoice
 from engine.types import EngineRequest, RequestId
 from tests.drafting import EagerPacer, make_drafting, make_plain
 from tests.engine_driver import arriving, make_request, run_alone, run_to_end
@@ -99,6 +100,15 @@ def test_drafts_are_the_same_after_a_chunked_prefill(quantized: FolderOf) -> Non
     assert counts[0] == counts[1]
 
 
+def _starting(is_wanted: Callable[[EngineSequence], bool]) -> Callable[..., StartChoice]:
+    """A pacer's choice: the sequences that are wanted."""
+
+    def choose_starts(_: EagerPacer, __: str, sequences: Sequence[EngineSequence]) -> StartChoice:
+        return StartChoice(tuple(filter(is_wanted, sequences)), is_try=False)
+
+    return choose_starts
+
+
 @pytest.mark.parametrize("first_draft_at", [17, 50])
 def test_drafts_are_the_same_after_a_pause(
     quantized: FolderOf, monkeypatch: pytest.MonkeyPatch, first_draft_at: int
@@ -108,7 +118,7 @@ def test_drafts_are_the_same_after_a_pause(
 
     def drafts_by_length(start: int) -> dict[int, tuple[int, ...]]:
         drafting = make_drafting(quantized("llama"))
-        monkeypatch.setattr(EagerPacer, "is_worth_a_start", lambda _, __, sequences: sequences[0].num_tokens >= start)
+        monkeypatch.setattr(EagerPacer, "choose_starts", _starting(lambda sequence: sequence.num_tokens >= start))
         propose, found = drafting.speculation.propose, {}
 
         def observe(sequences: Sequence[EngineSequence]) -> dict[RequestId, tuple[int, ...]]:
@@ -141,7 +151,7 @@ def test_a_sequence_that_is_not_drafted_for_is_given_up(
     if has_neighbour:  # begins when the other was given up: steps with a prompt, and steps of both
         wanted.append(make_request(2, range(30, 70), max_tokens=20, ignore_eos=True))
     expected = run_alone(make_plain(quantized("llama")), wanted)
-    monkeypatch.setattr(EagerPacer, "is_worth_a_start", lambda _, __, sequences: sequences[0].request_id == 2)
+    monkeypatch.setattr(EagerPacer, "choose_starts", _starting(lambda sequence: sequence.request_id == 2))
     drafting.engine.add(wanted[0])
     tokens: dict[int, list[int]] = {1: [], 2: []}
     for step in range(200):

@@ -17,7 +17,7 @@ from engine.engine import Engine
 from engine.model.native import NativeModel
 from engine.sequence import Sequence as EngineSequence
 from engine.spec.drafter import Proposal
-from engine.spec.pace import DraftPacer
+from engine.spec.pace import DraftPacer, StartChoice
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from engine.types import EngineRequest, RequestId, SamplingParams
 from worker.bootstrap import build_engine
@@ -113,7 +113,9 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
         return [min(len(proposal.token_ids), 7) for proposal in proposals]
 
     monkeypatch.setattr(DraftPacer, "choose", choose)
-    monkeypatch.setattr(DraftPacer, "is_worth_a_start", lambda *_, **__: True)
+    monkeypatch.setattr(
+        DraftPacer, "choose_starts", lambda _, __, sequences: StartChoice(tuple(sequences), is_try=False)
+    )
     monkeypatch.setattr(DraftPacer, "is_worth_a_pass", lambda *_, **__: True)
 
 

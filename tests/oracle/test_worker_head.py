@@ -9,6 +9,7 @@ import pytest
 from decode_service.settings import DecodeSettings
 from engine.errors import InvalidRequest
 from engine.model.loader import load_config
+from engine.spec.head import NUM_STATE_TOKENS
 from engine.spec.head_format import load_head
 from engine.spec.head_loader import shipped_heads
 from prefill_service.settings import PrefillSettings
@@ -43,7 +44,7 @@ def test_prefill_runs_the_head_and_drafts_nothing(tiny_folder: Callable[[str], P
     engine = build_engine(_settings(PrefillSettings, tiny_folder("llama"), speculation="eagle", draft_head=head))
     engine.add_handoff(make_request(1, range(4, 30)))
     outputs = engine.step()
-    assert len(outputs[0].draft_features) == 4 * 64
+    assert len(outputs[0].draft_state) == 4 * (64 + NUM_STATE_TOKENS)
     assert engine.kv_cache.layout.num_draft_layers == 1
 
 

@@ -23,6 +23,8 @@ from engine.kernels.cpu.library import (
     vector_bytes,
 )
 
+_STATE_TOKENS = 2
+"""Mirrors `STATE_TOKENS` in src/head.h."""
 _LAYER = 0
 _FUSE, _FEATURE_NORM, _OUTPUT_NORM = -3, -3, -2
 """Layer indices of what lies outside the layer, mirroring src/api.cpp."""
@@ -35,7 +37,7 @@ class _HeadArguments(ctypes.Structure):
         ("step", StepArguments),
         ("carried", ctypes.c_void_p),
         ("previous", ctypes.c_void_p),
-        ("features", ctypes.c_void_p),
+        ("states", ctypes.c_void_p),
         ("best", ctypes.c_void_p),
         ("share", ctypes.c_void_p),
     )
@@ -86,6 +88,7 @@ class NativeHeadHandle:
         self,
         target: NativeHandle,
         num_taps: int,
+        num_finding: int,
         rms_norm_eps: float,
         matrices: list[HeadMatrix],
         vectors: dict[VectorSlot, npt.NDArray[np.float32]],
@@ -98,6 +101,7 @@ class NativeHeadHandle:
         Args:
             target: The model whose hidden states the head takes.
             num_taps: Tapped layers.
+            num_finding: KV heads that find, the first ones.
             rms_norm_eps: Of the head's norms.
             matrices: All of the layer and the one that fuses.
             vectors: `INPUT_NORM`, the embedding's, and `POST_NORM`, the MLP's.
@@ -111,7 +115,7 @@ class NativeHeadHandle:
         library = target.library
         pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
         for name, result, arguments in (
-            ("kvr_head_new", pointer, (pointer, i32, ctypes.c_float, i64)),
+            ("kvr_head_new", pointer, (pointer, i32, i32, ctypes.c_float, i64)),
             ("kvr_lm_head_kind", i32, (pointer,)),
             ("kvr_head_take_rows", i32, (pointer, pointer, pointer, i32)),
             ("kvr_head_absorb", i32, (pointer, pointer, ctypes.POINTER(_HeadArguments))),
@@ -122,11 +126,13 @@ class NativeHeadHandle:
             function.restype, function.argtypes = result, arguments
         self._library = library
         self._target = target
-        hidden_size = self._hidden_size = feature_norm.size
+        hidden_size = feature_norm.size
+        self.state_size = hidden_size + _STATE_TOKENS
+        """Of what is known behind a position, see src/head.h."""
         kind = WeightKind(library.kvr_lm_head_kind(target.pointer))
         total = matrix_bytes(library, kind, len(vocab_ids), hidden_size) + 4 * vector_bytes(hidden_size)
         total += sum(matrix_bytes(library, WeightKind.Q8_0, len(m.rows), m.values.shape[1]) for m in matrices)
-        self._head = library.kvr_head_new(target.pointer, num_taps, rms_norm_eps, total)
+        self._head = library.kvr_head_new(target.pointer, num_taps, num_finding, rms_norm_eps, total)
         if not self._head:
             raise MemoryError(f"{total} bytes for a draft head are not to be had")
         for matrix in matrices:
@@ -147,14 +153,14 @@ class NativeHeadHandle:
         self._arguments = _HeadArguments()
         self._run_arguments = _RunArguments(vocab_ids=ids)
 
-    def absorb(self, pointers: StepPointers, cache: CachePointer, carried: int, features: int) -> None:
+    def absorb(self, pointers: StepPointers, cache: CachePointer, carried: int, states: int) -> None:
         """Fuse the taps of the target's step, which `pointers` describes, and write the head's K and V of its rows.
 
         Args:
             pointers: The target's step with `taps`, without logits.
             cache: The target's cache with a layer more.
-            carried: Address of [num_seqs, hidden_size]: features of the position before each sequence's first row.
-            features: Address of [num_rows, hidden_size], to be filled.
+            carried: Address of [num_seqs, state_size]: state before each sequence's first row.
+            states: Address of [num_rows, state_size], to be filled.
 
         Raises:
             ValueError: The target is closed.
@@ -163,20 +169,20 @@ class NativeHeadHandle:
         """
         arguments = self._arguments
         set_step(arguments.step, pointers, cache)
-        arguments.carried, arguments.features = carried, features
+        arguments.carried, arguments.states = carried, states
         error = self._library.kvr_head_absorb(self._head, self._target.pointer, ctypes.byref(arguments))
         check_step(error, pointers.num_rows)
 
     def draft(
-        self, pointers: StepPointers, cache: CachePointer, previous: int, features: int, best: int, share: int
+        self, pointers: StepPointers, cache: CachePointer, previous: int, states: int, best: int, share: int
     ) -> None:
         """Compute rows up to their logits.
 
         Args:
             pointers: The rows; all of them want logits, [num_rows, number of vocabulary ids].
             cache: The target's cache with a layer more.
-            previous: Address of [num_rows, hidden_size]: features of the position before each row.
-            features: Address of [num_rows, hidden_size], to be filled with what leaves the layer.
+            previous: Address of [num_rows, state_size]: state before each row.
+            states: Address of [num_rows, state_size], to be filled; its features are what leaves the layer.
             best: Address of [num_rows] int32, to be filled with the index of each row's largest logit.
             share: Address of [num_rows] fp32, to be filled with its share of the sum of e^logit.
 
@@ -187,7 +193,7 @@ class NativeHeadHandle:
         """
         arguments = self._arguments
         set_step(arguments.step, pointers, cache)
-        arguments.previous, arguments.features = previous, features
+        arguments.previous, arguments.states = previous, states
         arguments.best, arguments.share = best, share
         error = self._library.kvr_head_draft(self._head, self._target.pointer, ctypes.byref(arguments))
         check_step(error, pointers.num_rows)
@@ -209,7 +215,7 @@ class NativeHeadHandle:
         Args:
             pointers: One row with logits; its arrays are changed. Its block table covers a row for each draft.
             cache: The target's cache with a layer more.
-            previous: Address of [1, hidden_size], features of the position before the row; changed.
+            previous: Address of [1, state_size], state before the row; changed.
             chances: [10] that a draft is accepted, by tenths of its share.
             least_reach: [most drafts] by drafts made so far; no more when the chance that all is accepted is less.
             stop_ids: Nothing is drafted behind these.
@@ -220,11 +226,11 @@ class NativeHeadHandle:
             MemoryError: As `NativeHandle.step`.
         """
         arguments, max_drafts = self._run_arguments, len(least_reach)
-        hidden = np.empty(self._hidden_size, np.float32)
+        state = np.empty(self.state_size, np.float32)
         best, share = np.empty(1, np.int32), np.empty(1, np.float32)
         tokens, shares = np.empty(max_drafts, np.int32), np.empty(max_drafts, np.float32)
         set_step(arguments.head.step, pointers, cache)
-        arguments.head.previous, arguments.head.features = previous, hidden.ctypes.data
+        arguments.head.previous, arguments.head.states = previous, state.ctypes.data
         arguments.head.best, arguments.head.share = best.ctypes.data, share.ctypes.data
         arguments.chances, arguments.stop_ids = chances.ctypes.data, stop_ids.ctypes.data
         arguments.tokens, arguments.shares = tokens.ctypes.data, shares.ctypes.data

@@ -252,8 +252,8 @@ static int64_t place(const Model* m, Step* s, uint8_t* memory) {
     s->activated = quantized(rows, shape.intermediate_size);
     s->final_rows = quantized(s->num_logit_rows, shape.hidden_size);
     if (m->head) {
-        s->embedded = floats(rows * m->embedding.num_groups * GROUP);
-        s->joined = quantized(rows, 2 * shape.hidden_size);
+        s->embedded = floats(rows * SEEN_TOKENS * m->embedding.num_groups * GROUP);
+        s->joined = quantized(rows * (HeadProgram::JOIN_QUERY + 1), 2 * shape.hidden_size);
         s->tapped = quantized(rows, m->head->fuse.num_inputs);
     }
     return at;

@@ -5,21 +5,26 @@
 //     draft    run rows whose previous features are given up to the logits; what leaves the layer are their features
 //     run      draft one sequence's likeliest tokens one after the other, until the next is not worth it
 //
-// As in a step of the target, a row's bits do not depend on the rows beside it.
+// What is known behind a position is its state: hidden_size features, and the ids + 1 of its token and of the one before,
+// 0 = none. As in a step of the target, a row's bits do not depend on the rows beside it.
 #pragma once
 
 #include "step.h"
+
+static const int STATE_TOKENS = 2;
+static const int SEEN_TOKENS = 1 + STATE_TOKENS;  // its own token and those of the state before it
 
 struct HeadProgram : Program {
     void run() {
         const Layer& layer = m.layer(0);
         const LayerCache cache = layer_cache(m.head->cache_layer);
-        if (s.features) fuse();
+        if (s.states) fuse();
         look_up();
-        auto joined = input(s.num_rows, 2 * shape.hidden_size, s.joined,
+        const int joins = m.num_finding() ? (s.states ? JOIN_KEY : JOIN_QUERY) + 1 : JOIN_ALL + 1;
+        auto joined = input(joins * s.num_rows, 2 * shape.hidden_size, s.joined,
                             [this](int row, const Rows& to) { join(row, to); });
-        project(layer, cache, joined, s.features ? shape.num_heads : 0);
-        if (s.features) return;
+        project(layer, cache, joined, s.states ? shape.num_heads : 0);
+        if (s.states) return;
         attention(cache, s.items, s.num_items);
         output_and_mlp(layer, -1);
         logits();
@@ -56,28 +61,45 @@ struct HeadProgram : Program {
                           const int first = first_tile * TILE;
                           const int columns = std::min(UNIT_TILES * TILE, shape.hidden_size - first);
                           for (int r = 0; r < count; r++)
-                              memcpy(s.features + (int64_t)(row + r) * shape.hidden_size + first,
+                              memcpy(s.states + (int64_t)(row + r) * m.head->state_size + first,
                                      products + r * UNIT_TILES * TILE, (size_t)columns * sizeof(float));
                       });
     }
 
     void look_up() {
         phase(PART_EMBED, s.num_rows, [&](int row) {
-            dequantize_column(m.embedding, (int)s.token_ids[row], s.embedded + row_offset(row));
+            const float* before = s.previous[row];
             find_rotation(row);
-            if (!s.features) memcpy(hidden_row(row), s.previous[row], (size_t)shape.hidden_size * sizeof(float));
+            embed_token((int)s.token_ids[row], embedded(row, 0));
+            if (m.num_finding())
+                for (int i = 0; i < STATE_TOKENS; i++)
+                    embed_token(state_token(before[shape.hidden_size + i]), embedded(row, 1 + i));
+            if (!s.states) memcpy(hidden_row(row), before, (size_t)shape.hidden_size * sizeof(float));
         });
     }
-    int64_t row_offset(int row) const { return (int64_t)row * m.embedding.num_groups * GROUP; }
+    float* embedded(int row, int token) const {
+        return s.embedded + ((int64_t)row * SEEN_TOKENS + token) * m.embedding.num_groups * GROUP;
+    }
+    // States come from other processes too: what is no token is none.
+    int state_token(float value) const {
+        return value >= 1.0f && value <= (float)m.embedding.num_columns ? (int)value - 1 : -1;
+    }
+    void embed_token(int token, float* to) {
+        const size_t n = (size_t)shape.hidden_size;
+        if (token < 0) return (void)memset(to, 0, n * sizeof(float));
+        dequantize_column(m.embedding, token, to);
+        rms_norm(to, m.layer(0).vectors[INPUT_NORM], (int)n, shape.rms_norm_eps);
+    }
 
-    // The layer's input: normed embedding and normed features, side by side.
-    void join(int row, const Rows& to) {
-        const int n = shape.hidden_size;
-        memcpy(own.row, s.embedded + row_offset(row), (size_t)n * sizeof(float));
-        memcpy(own.row + n, s.previous[row], (size_t)n * sizeof(float));
-        rms_norm(own.row, m.layer(0).vectors[INPUT_NORM], n, shape.rms_norm_eps);
-        rms_norm(own.row + n, m.head->feature_norm, n, shape.rms_norm_eps);
-        quantize_row(own.row, 2 * n, to, row);
+    // The layer's inputs: two vectors side by side.
+    void join(int input_row, const Rows& to) {
+        const int row = input_row % s.num_rows, kind = input_row / s.num_rows, n = shape.hidden_size;
+        const float* left = embedded(row, kind == JOIN_KEY ? 1 : 0);
+        const float* right = kind == JOIN_ALL ? s.previous[row] : embedded(row, kind == JOIN_KEY ? 2 : 1);
+        memcpy(own.row, left, (size_t)n * sizeof(float));
+        memcpy(own.row + n, right, (size_t)n * sizeof(float));
+        if (kind == JOIN_ALL) rms_norm(own.row + n, m.head->feature_norm, n, shape.rms_norm_eps);
+        quantize_row(own.row, 2 * n, to, input_row);
     }
 };
 

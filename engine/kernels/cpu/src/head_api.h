@@ -5,7 +5,8 @@
 
 // Make a head for a target. Its layer is layer 0, its output norm the final norm, its output matrix comes from
 // `kvr_head_take_rows`. It writes the cache's layer behind the target's own.
-EXPORT Model* kvr_head_new(Model* target, int32_t num_taps, float rms_norm_eps, int64_t weight_bytes) {
+EXPORT Model* kvr_head_new(Model* target, int32_t num_taps, int32_t num_finding, float rms_norm_eps,
+                           int64_t weight_bytes) {
     if (num_taps < 1 || num_taps > MAX_TAPS) return nullptr;
     Model* m = nullptr;
     try {
@@ -21,6 +22,8 @@ EXPORT Model* kvr_head_new(Model* target, int32_t num_taps, float rms_norm_eps, 
         m->inverse_frequencies = target->inverse_frequencies;
         m->head = new HeadParts();
         m->head->cache_layer = target->shape.num_layers;
+        m->head->state_size = m->shape.hidden_size + STATE_TOKENS;
+        m->head->num_finding = num_finding;
         const int widest = std::max(2, (int)num_taps) * m->shape.hidden_size;
         if (!m->arena.open(weight_bytes) || !open_scratch(m, target->team->num_threads, widest)) return nullptr;
     } catch (...) {
@@ -61,30 +64,35 @@ EXPORT int32_t kvr_head_take_rows(Model* m, const Model* target, const int32_t* 
 // Mirrored by `HeadArguments` in ../head.py.
 struct HeadArguments {
     StepArguments step;     // absorb: `taps` are given, no logits; draft: every row has logits
-    const float* carried;   // absorb: [num_seqs, hidden_size] features before each sequence's first row
-    const float* previous;  // draft: [num_rows, hidden_size] features before each row
-    float* features;        // [num_rows, hidden_size] out
+    const float* carried;   // absorb: [num_seqs, state_size] states before each sequence's first row
+    const float* previous;  // draft: [num_rows, state_size] states before each row
+    float* states;          // [num_rows, state_size] out
     int32_t* best;          // draft: [num_rows] out, index of the largest logit
     float* share;           // draft: [num_rows] out, its share of the sum of e^logit
 };
 
 static int32_t run_head(Model* m, const Model* target, const HeadArguments& a, bool is_absorbing) {
     if (!is_inside(target, a.step)) return BAD_ARGUMENT;
-    const int n = m->shape.hidden_size, num_rows = a.step.num_rows;
+    const int n = m->shape.hidden_size, size = m->head->state_size, num_rows = a.step.num_rows;
     Step step = read_arguments(m, a.step);
     step.taps = a.step.taps;
     step.num_taps = 0;  // nothing is to be tapped here
-    step.features = is_absorbing ? a.features : nullptr;
+    step.states = is_absorbing ? a.states : nullptr;
     step.best = a.best;
     step.share = a.share;
     try {
         m->previous.resize((size_t)num_rows);
         for (int row = 0; row < num_rows && !is_absorbing; row++)
-            m->previous[(size_t)row] = a.previous + (int64_t)row * n;
+            m->previous[(size_t)row] = a.previous + (int64_t)row * size;
         for (int seq = 0; seq < a.step.num_seqs && is_absorbing; seq++)
             for (int row = a.step.query_start[seq]; row < a.step.query_start[seq + 1]; row++)
-                m->previous[(size_t)row] = row == a.step.query_start[seq] ? a.carried + (int64_t)seq * n
-                                                                          : a.features + (int64_t)(row - 1) * n;
+                m->previous[(size_t)row] = row == a.step.query_start[seq] ? a.carried + (int64_t)seq * size
+                                                                          : a.states + (int64_t)(row - 1) * size;
+        for (int row = 0; row < num_rows; row++) {  // in order: a row may follow the one before it
+            float* tokens = a.states + (int64_t)row * size + n;
+            tokens[0] = (float)(a.step.token_ids[row] + 1);
+            tokens[1] = m->previous[(size_t)row][n];
+        }
         if (!is_absorbing) plan_attention(m, a.step, &step);
     } catch (...) {
         return NO_MEMORY;
@@ -93,7 +101,7 @@ static int32_t run_head(Model* m, const Model* target, const HeadArguments& a, b
     if (!make_room(m, &step)) return NO_MEMORY;
     m->team->run(step);
     for (int row = 0; row < num_rows && !is_absorbing; row++)
-        memcpy(a.features + (int64_t)row * n, step.hidden + (int64_t)row * m->embedding.num_groups * GROUP,
+        memcpy(a.states + (int64_t)row * size, step.hidden + (int64_t)row * m->embedding.num_groups * GROUP,
                (size_t)n * sizeof(float));
     return OK;
 }
@@ -150,7 +158,7 @@ EXPORT int32_t kvr_head_run(Model* m, const Model* target, HeadRunArguments* arg
         ++*(int32_t*)step.context_lens;
         slot = (int64_t)step.block_tables[position / step.cache_block_size] * step.cache_block_size +
                position % step.cache_block_size;
-        memcpy((float*)run.head.previous, run.head.features, (size_t)m->shape.hidden_size * sizeof(float));
+        memcpy((float*)run.head.previous, run.head.states, (size_t)m->head->state_size * sizeof(float));
     }
     return OK;
 }

@@ -101,9 +101,9 @@ struct Step {
     int num_taps;
     int32_t tap_layers[MAX_TAPS];
     // Of a draft head only, see head.h.
-    const float* const* previous;  // [num_rows] the features of each row's previous position
-    float* features;               // [num_rows, hidden_size], made of the taps; null = the head drafts
-    float* embedded;               // [num_rows, hidden_size]
+    const float* const* previous;  // [num_rows] the state of each row's previous position
+    float* states;                 // [num_rows, state_size] out, features made of the taps; null = the head drafts
+    float* embedded;               // [num_rows, tokens seen, hidden_size], normed
     Rows tapped, joined;
     int32_t* best;  // [num_rows] the best vocabulary id's index, and its share of all e^logit
     float* share;
@@ -122,6 +122,8 @@ struct HeadParts {
     Matrix fuse;
     float* feature_norm = nullptr;
     int cache_layer;
+    int state_size;
+    int num_finding;  // KV heads that find, the first ones
 };
 
 struct Model {
@@ -146,5 +148,6 @@ struct Model {
     std::vector<int32_t> last_rows;
     std::vector<const float*> previous;
 
+    int num_finding() const { return head ? head->num_finding : 0; }
     Layer& layer(int i) const { return const_cast<Layer&>(layers[(size_t)i]); }
 };

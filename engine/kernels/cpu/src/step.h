@@ -116,6 +116,14 @@ struct Program {
                 shape.head_dim};
     }
 
+    // Which input rows a head is computed from: `num_rows` of each kind, one kind after the other. See head.h.
+    enum Join { JOIN_ALL, JOIN_KEY, JOIN_QUERY };
+    Join join_of(int slot, int head) const {
+        if (slot == SLOT_V || head >= m.num_finding() * (slot == SLOT_Q ? shape.num_heads / shape.num_kv_heads : 1))
+            return JOIN_ALL;
+        return slot == SLOT_K ? JOIN_KEY : JOIN_QUERY;
+    }
+
     // Unit: one head of q, k or v, from unit `first` on.
     template <class INPUT>
     void project(const Layer& layer, const LayerCache& cache, INPUT& in, int first) {
@@ -126,8 +134,9 @@ struct Program {
             const int slot = unit < heads ? SLOT_Q : unit < heads + kv_heads ? SLOT_K : SLOT_V;
             const int head = slot == SLOT_Q ? unit : (unit - heads) % kv_heads;
             const Matrix& w = layer.matrices[slot];
+            const int from = join_of(slot, head) * s.num_rows;
             product_rows(s.num_rows, part, parts, [&](int row, int count) {
-                gemm(w, head * dim / TILE, dim / TILE, in.get(), row, count, own.products, dim);
+                gemm(w, head * dim / TILE, dim / TILE, in.get(), from + row, count, own.products, dim);
                 for (int i = 0; i < count; i++) finish_head(layer, cache, slot, head, row + i, own.products + i * dim);
             });
         });
@@ -141,7 +150,8 @@ struct Program {
         if (const float* weight = layer.vectors[Q_NORM + slot]) rms_norm(values, weight, dim, shape.rms_norm_eps);
         const float* cosine = s.cosines + (int64_t)row * half;
         const float* sine = s.sines + (int64_t)row * half;
-        for (int i = 0; i < half; i++) {
+        const bool is_rotated = join_of(slot, head) == JOIN_ALL;
+        for (int i = 0; i < half && is_rotated; i++) {
             const float a = values[i], b = values[half + i];
             values[i] = a * cosine[i] - b * sine[i];
             values[half + i] = b * cosine[i] + a * sine[i];

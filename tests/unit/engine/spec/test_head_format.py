@@ -85,7 +85,7 @@ def test_values_beyond_fp16_are_not_written(tmp_path: Path, head: DraftHeadFile)
         (replace(CONFIG, vocab_size=51), "target_vocab_size is 50, not 51"),
         (replace(CONFIG, hidden_size=64), "target_hidden_size is 32, not 64"),
         (replace(CONFIG, num_layers=3), "tap_layers"),
-        (replace(CONFIG, num_heads=2), "q_proj.weight"),
+        (replace(CONFIG, num_heads=2), "find_query.weight"),
         (replace(CONFIG, intermediate_size=64), "gate_proj.weight"),
     ],
 )

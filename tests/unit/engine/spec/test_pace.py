@@ -199,7 +199,7 @@ def test_tries_of_a_drafter_that_never_pays_take_a_small_share_of_the_time() -> 
     pacer.observe_pass(2.0, is_first=True)
     tries: list[int] = []
     for step in range(2000):
-        if pacer.is_worth_a_start("draft", [sequence]):
+        if pacer.choose_starts("draft", [sequence]).is_try:
             tries.append(step)
             pacer.observe_pass(2.0, is_first=True)
         pacer.observe_step(plan, 1.0, 1)
@@ -211,8 +211,9 @@ def test_tries_of_a_drafter_that_never_pays_take_a_small_share_of_the_time() -> 
 
 def _start(pacer: DraftPacer, sequence: Sequence, num_drafted: int, num_accepted: int) -> bool:
     """One step of a sequence that drafts where it is told to; returns whether it was."""
-    has_started = pacer.is_worth_a_start("draft", [sequence])
+    has_started = bool(pacer.choose_starts("draft", [sequence]).sequences)
     if has_started:
+        pacer.begin("draft", [sequence])
         pacer.observe_pass(0.3, is_first=True)
         pacer.observe_pass(0.03, num_passes=3)
         proposal = Proposal((5,) * num_drafted, (Evidence("draft", 1, 0.5),) * num_drafted)
@@ -245,7 +246,18 @@ def test_what_another_source_brought_says_nothing_of_a_start() -> None:
     pacer = _pacer(FREE)
     sequence = _sequence()
     before = pacer.starts.expected(sequence.request_id, "draft")
-    assert pacer.is_worth_a_start("draft", [sequence])
+    assert pacer.choose_starts("draft", [sequence]).sequences == (sequence,)
+    pacer.begin("draft", [sequence])
     pacer._chosen[sequence.request_id] = (Evidence("ngram", 1, 0.5),) * 3
     pacer.observe(sequence.request_id, 3, 0)
     assert pacer.starts.expected(sequence.request_id, "draft") == before
+
+
+def test_only_sequences_that_pay_are_begun_for() -> None:
+    pacer = _pacer({1: 1.0, 2: 1.1, 16: 2.5})
+    easy, hard = _sequence(), _sequence(request_id=2)
+    for _ in range(40):
+        _start(pacer, easy, 4, 4)
+        _start(pacer, hard, 4, 0)
+    choice = pacer.choose_starts("draft", [hard, easy])
+    assert (choice.sequences, choice.is_try) == ((easy,), False)

@@ -18,9 +18,7 @@ from engine.training.settings import GenerationSettings, TrainingSettings
 from engine.training.train import rate_factor
 
 GENERATION = GenerationSettings(num_tokens=600, minutes=5, seed=2, num_streams=8, max_context=64)
-TRAINING = TrainingSettings(
-    num_steps=24, seed=2, vocab_size=128, batch_tokens=200, num_finding_steps=10, checkpoint_minutes=1e-6
-)
+TRAINING = TrainingSettings(num_steps=24, seed=2, vocab_size=128, batch_tokens=200, checkpoint_minutes=1e-6)
 
 
 def _train(
@@ -85,7 +83,8 @@ def test_run_goes_on_from_its_work_folder(tiny_target: Path, tmp_path: Path, tex
 def test_run_goes_on_from_another_head(tiny_target: Path, tmp_path: Path, text: Path) -> None:
     first = _train(tiny_target, tmp_path / "first", text=text)
     second = _train(tiny_target, tmp_path / "second", replace(TRAINING, num_steps=2), text, first.path)
-    assert second.history[-1].loss < first.history[0].loss
+    # The same batch, of the same seed: a fresh head's loss would be the same.
+    assert second.history[0].loss < first.history[0].loss
     assert json.loads(second.log_path.read_text())["head"]["started_from"] == "head.safetensors"
 
 
