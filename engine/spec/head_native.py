@@ -1,4 +1,4 @@
-"""`DraftHead` beside a `NativeModel`: int8 weights, the target's kernels and threads, one call a pass."""
+"""`DraftHead` beside a `NativeModel`: 4-bit weights, the target's kernels and threads, one call a pass."""
 
 from dataclasses import replace
 

@@ -31,7 +31,7 @@ from tests.tiny_models import write_tiny_gguf
 
 BLOCK_SIZE = 16
 MAX_ROUNDING_COST = 0.15
-"""Of logits, in the 2-norm: 8-bit activations and weights, of the target and of the head."""
+"""Of logits, in the 2-norm: 8-bit activations and weights of the target, 4-bit weights of the head."""
 
 
 @dataclass(slots=True)

@@ -163,14 +163,16 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(isa: Isa, kind: Weight
 
 
 @each_isa
+@pytest.mark.parametrize("kind", [WeightKind.Q8_0, WeightKind.Q4_1], ids=str)
 @pytest.mark.parametrize("num_inputs", [32, 40, 100])
-def test_values_are_quantized_to_within_half_a_step(isa: Isa, num_inputs: int) -> None:
+def test_values_are_quantized_to_within_half_a_step(isa: Isa, kind: WeightKind, num_inputs: int) -> None:
     """Unit rows read the weights back, whatever the number of inputs."""
     values = randn(24, num_inputs, seed=3)
     values[0] = 0.0
-    found = kernels(isa).gemm(np.eye(num_inputs, dtype=np.float32), WeightKind.Q8_0, values).T
-    groups = np.pad(np.abs(values), ((0, 0), (0, -num_inputs % 32))).reshape(24, -1, 32).max(-1)
-    steps = np.repeat(groups / 127, 32, axis=1)[:, :num_inputs]
+    found = kernels(isa).gemm(np.eye(num_inputs, dtype=np.float32), kind, values).T
+    groups = np.pad(values, ((0, 0), (0, -num_inputs % 32))).reshape(24, -1, 32)
+    spans = np.abs(groups).max(-1) / 127 if kind is WeightKind.Q8_0 else np.ptp(groups, axis=-1) / 15
+    steps = np.repeat(spans, 32, axis=1)[:, :num_inputs]
     assert (np.abs(found - values) <= steps * 0.56).all()  # half a step, and the scale's own rounding to fp16
     assert not found[0].any()
 

@@ -23,6 +23,9 @@ from engine.kernels.cpu.library import (
     vector_bytes,
 )
 
+HEAD_KIND = WeightKind.Q4_1
+"""How all of a head's weights are stored, output rows too: a pass takes as long as reading them does, and a draft
+that rounding changes costs time only."""
 _STATE_TOKENS = 2
 """Mirrors `STATE_TOKENS` in src/head.h."""
 _LAYER = 0
@@ -116,8 +119,7 @@ class NativeHeadHandle:
         pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
         for name, result, arguments in (
             ("kvr_head_new", pointer, (pointer, i32, i32, ctypes.c_float, i64)),
-            ("kvr_lm_head_kind", i32, (pointer,)),
-            ("kvr_head_take_rows", i32, (pointer, pointer, pointer, i32)),
+            ("kvr_head_take_rows", i32, (pointer, pointer, i32, pointer, i32)),
             ("kvr_head_absorb", i32, (pointer, pointer, ctypes.POINTER(_HeadArguments))),
             ("kvr_head_draft", i32, (pointer, pointer, ctypes.POINTER(_HeadArguments))),
             ("kvr_head_run", i32, (pointer, pointer, ctypes.POINTER(_RunArguments))),
@@ -129,16 +131,15 @@ class NativeHeadHandle:
         hidden_size = feature_norm.size
         self.state_size = hidden_size + _STATE_TOKENS
         """Of what is known behind a position, see src/head.h."""
-        kind = WeightKind(library.kvr_lm_head_kind(target.pointer))
-        total = matrix_bytes(library, kind, len(vocab_ids), hidden_size) + 4 * vector_bytes(hidden_size)
-        total += sum(matrix_bytes(library, WeightKind.Q8_0, len(m.rows), m.values.shape[1]) for m in matrices)
+        total = matrix_bytes(library, HEAD_KIND, len(vocab_ids), hidden_size) + 4 * vector_bytes(hidden_size)
+        total += sum(matrix_bytes(library, HEAD_KIND, len(m.rows), m.values.shape[1]) for m in matrices)
         self._head = library.kvr_head_new(target.pointer, num_taps, num_finding, rms_norm_eps, total)
         if not self._head:
             raise MemoryError(f"{total} bytes for a draft head are not to be had")
         for matrix in matrices:
             num_columns, num_inputs = len(matrix.rows), matrix.values.shape[1]
             self._check(
-                library.kvr_add_matrix(self._head, matrix.layer, matrix.slot, WeightKind.Q8_0, num_columns, num_inputs)
+                library.kvr_add_matrix(self._head, matrix.layer, matrix.slot, HEAD_KIND, num_columns, num_inputs)
             )
             library.kvr_quantize_columns(
                 self._head, matrix.layer, matrix.slot, matrix.rows.ctypes.data, matrix.values.ctypes.data
@@ -149,7 +150,7 @@ class NativeHeadHandle:
         self._add_vector(_OUTPUT_NORM, 0, output_norm)
         self._vocab_ids = np.ascontiguousarray(vocab_ids, np.int32)
         ids = self._vocab_ids.ctypes.data
-        self._check(library.kvr_head_take_rows(self._head, target.pointer, ids, len(vocab_ids)))
+        self._check(library.kvr_head_take_rows(self._head, target.pointer, HEAD_KIND, ids, len(vocab_ids)))
         self._arguments = _HeadArguments()
         self._run_arguments = _RunArguments(vocab_ids=ids)
 

@@ -33,29 +33,22 @@ EXPORT Model* kvr_head_new(Model* target, int32_t num_taps, int32_t num_finding,
     return m;
 }
 
-EXPORT int32_t kvr_lm_head_kind(const Model* m) { return m->lm_head.kind; }
-
-static void copy_column(const Matrix& from, int column, const Matrix& to, int to_column) {
-    const int tile = column / TILE, lane = column % TILE, to_tile = to_column / TILE, to_lane = to_column % TILE;
-    for (int g = 0; g < to.num_groups; g++) {
-        for (int c = 0; c < to.quant_bytes; c += 64)
-            memcpy(tile_quants(to, to_tile, g) + c + to_lane * 4, tile_quants(from, tile, g) + c + lane * 4, 4);
-        tile_scales(to, to_tile, g)[to_lane] = tile_scales(from, tile, g)[lane];
-        if (to.kind == Q4_1) tile_minima(to, to_tile, g)[to_lane] = tile_minima(from, tile, g)[lane];
-    }
-}
-
-// Give a head those rows of its target's output matrix, ids ascending.
-EXPORT int32_t kvr_head_take_rows(Model* m, const Model* target, const int32_t* ids, int32_t num_ids) {
+// Give a head those rows of its target's output matrix, ids ascending, stored as `kind`.
+EXPORT int32_t kvr_head_take_rows(Model* m, const Model* target, int32_t kind, const int32_t* ids, int32_t num_ids) {
     const Matrix& from = target->lm_head;
     for (int i = 0; i < num_ids; i++)
         if (ids[i] < 0 || ids[i] >= from.num_columns) return BAD_ARGUMENT;
-    matrix_shape(&m->lm_head, from.kind, num_ids, from.num_inputs);
+    matrix_shape(&m->lm_head, kind, num_ids, from.num_inputs);
     m->lm_head.data = (uint8_t*)m->arena.take(matrix_bytes(m->lm_head));
     if (!m->lm_head.data) return NO_MEMORY;
+    float* row = m->scratch[0].row;
     for (int i = 0; i < m->lm_head.num_tiles * TILE; i++) {
-        if (i < num_ids) copy_column(from, ids[i], m->lm_head, i);
-        else zero_column(m->lm_head, i);
+        if (i >= num_ids) {
+            zero_column(m->lm_head, i);
+            continue;
+        }
+        dequantize_column(from, ids[i], row);
+        quantize_column(m->lm_head, i, row);
     }
     m->shape.vocab_size = num_ids;
     return OK;
