@@ -85,39 +85,48 @@ static inline void pack_column(const Matrix& m, int column, const uint8_t* row) 
     }
 }
 
-// Fill a column of a Q8_0 or Q4_1 matrix from fp32 values: symmetric, a group's largest magnitude becomes 127; or from
-// the group's least value, 0, to its largest, 15.
+// The whole number nearest to x / step, within [least, most]: a scale that fp16 rounded down may push it beyond.
+static inline int steps_of(float x, float step, float least, float most) {
+    return step > 0.0f ? (int)fminf(fmaxf(nearbyintf(x / step), least), most) : 0;
+}
+
+// A group of a Q8_0 column: symmetric, the largest magnitude becomes 127.
+static inline void quantize_q8_0(const float* x, uint8_t* quants, uint16_t* scale) {
+    float largest = 0.0f;
+    for (int i = 0; i < GROUP; i++) largest = fmaxf(largest, fabsf(x[i]));
+    *scale = f32_to_f16(largest / 127.0f);
+    const float step = f16_to_f32(*scale);
+    for (int i = 0; i < GROUP; i++)
+        quants[i / 4 * 64 + i % 4] = (uint8_t)(steps_of(x[i], step, -127.0f, 127.0f) + 128);
+}
+
+// A group of a Q4_1 column: from the least value, which becomes 0, to the largest, 15.
+static inline void quantize_q4_1(const float* x, uint8_t* quants, uint16_t* scale, uint16_t* minimum) {
+    float least = x[0], largest = x[0];
+    for (int i = 1; i < GROUP; i++) least = fminf(least, x[i]), largest = fmaxf(largest, x[i]);
+    *minimum = f32_to_f16(least);
+    *scale = f32_to_f16((largest - least) / 15.0f);
+    const float start = f16_to_f32(*minimum), step = f16_to_f32(*scale);
+    for (int i = 0; i < GROUP / 2; i++) {
+        const int low = steps_of(x[i] - start, step, 0.0f, 15.0f);
+        const int high = steps_of(x[GROUP / 2 + i] - start, step, 0.0f, 15.0f);
+        quants[i / 4 * 64 + i % 4] = (uint8_t)(high << 4 | low);
+    }
+}
+
+// Fill a column of a Q8_0 or Q4_1 matrix from fp32 values.
 static inline void quantize_column(const Matrix& m, int column, const float* values) {
     const int tile = column / TILE, lane = column % TILE;
     for (int g = 0; g < m.num_groups; g++) {
-        float x[GROUP], least = 0.0f, largest = 0.0f;
+        float x[GROUP];
         for (int i = 0; i < GROUP; i++) {
             const int input = g * GROUP + i;
             x[i] = input < m.num_inputs ? values[input] : 0.0f;
-            least = i ? fminf(least, x[i]) : x[i];
-            largest = i ? fmaxf(largest, x[i]) : x[i];
-        }
-        const bool is_8_bit = m.kind == Q8_0;
-        const uint16_t scale = f32_to_f16(is_8_bit ? fmaxf(-least, largest) / 127.0f : (largest - least) / 15.0f);
-        const float step = f16_to_f32(scale);
-        tile_scales(m, tile, g)[lane] = scale;
-        if (!is_8_bit) {
-            tile_minima(m, tile, g)[lane] = f32_to_f16(least);
-            least = f16_to_f32(tile_minima(m, tile, g)[lane]);
         }
         uint8_t* quants = tile_quants(m, tile, g) + lane * 4;
-        if (!is_8_bit)
-            for (int c = 0; c < m.quant_bytes; c += 64) memset(quants + c, 0, 4);
-        for (int i = 0; i < GROUP; i++) {
-            // A scale that fp16 rounded down would push the largest value beyond the last step.
-            if (is_8_bit) {
-                const float q = step > 0.0f ? fminf(fmaxf(nearbyintf(x[i] / step), -127.0f), 127.0f) : 0.0f;
-                quants[i / 4 * 64 + i % 4] = (uint8_t)((int)q + 128);
-            } else {
-                const float q = step > 0.0f ? fminf(fmaxf(nearbyintf((x[i] - least) / step), 0.0f), 15.0f) : 0.0f;
-                quants[i % 16 / 4 * 64 + i % 4] |= (uint8_t)((int)q << (i < 16 ? 0 : 4));
-            }
-        }
+        uint16_t* scale = tile_scales(m, tile, g) + lane;
+        if (m.kind == Q4_1) quantize_q4_1(x, quants, scale, tile_minima(m, tile, g) + lane);
+        else quantize_q8_0(x, quants, scale);
     }
 }
 
