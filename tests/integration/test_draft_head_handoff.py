@@ -75,7 +75,7 @@ async def test_tokens_do_not_depend_on_which_tier_has_a_head(
 
 
 async def test_drafts_after_a_hand_off_are_those_of_one_process(model: Path) -> None:
-    request = make_request(1, range(4, 90), max_tokens=60, ignore_eos=True)
+    request = make_request(1, range(4, 90), max_tokens=120, ignore_eos=True)
     alone = make_drafting(model)
     alone.engine.add(request)
     expected = run_to_end(alone.engine)
