@@ -212,10 +212,10 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         task.add_done_callback(self._tasks.discard)
 
     async def _start_decode(self, entry: DecodeRequest, record: HandoffRecord) -> None:
-        request_id, first_token_id, features = entry.request_id, record.first_token_id, record.draft_state
+        request_id, first_token_id, state = entry.request_id, record.first_token_id, record.draft_state
         try:
             output = await self._context.engine_loop.call(
-                lambda engine: engine.commit(request_id, first_token_id, features)
+                lambda engine: engine.commit(request_id, first_token_id, state)
             )
         except EngineError as error:
             self._failed(entry, error)

@@ -14,7 +14,7 @@ from engine.model.kv_cache import KvCache
 from engine.model.native import NativeModel, on_host, step_pointers
 from engine.model.native_weights import pad_heads
 from engine.spec import head_format as names
-from engine.spec.head import HeadRows, HeadRun, RunLimits
+from engine.spec.head import NUM_STATE_TOKENS, HeadRows, HeadRun, RunLimits
 from engine.spec.head_format import DraftHeadFile, num_finding_kv_heads
 
 _MATRICES = {
@@ -86,7 +86,7 @@ class NativeDraftHead:
     @property
     def state_size(self) -> int:
         """See `DraftHead.state_size`."""
-        return self._handle.state_size
+        return self.hidden_size + NUM_STATE_TOKENS
 
     def absorb(self, batch: StepBatch, taps: Tensor, carried: Tensor, kv_cache: KvCache) -> Tensor:
         """See `DraftHead.absorb`."""
@@ -126,11 +126,12 @@ class NativeDraftHead:
         """See `DraftHead.run`."""
         batch = on_host(batch)
         self._check(previous, (1, self.state_size))
-        logits = torch.empty(1, len(self._vocab_ids))
+        logits, state = torch.empty(1, len(self._vocab_ids)), torch.empty(1, self.state_size)
         tokens, shares, first_ns = self._handle.run(
             step_pointers(batch, logits),
             self._model.cache_pointer(kv_cache, 1),
             previous.data_ptr(),
+            state.data_ptr(),
             np.array(limits.chances, np.float32),
             np.array(limits.least_reach, np.float32),
             np.array(sorted(limits.stop_ids), np.int32),

@@ -114,10 +114,11 @@ def train_drafter(
         lambda done, total: progress("features", done / total, ""),
     )
     head = DraftHead(target, taps, vocab_ids)
-    head.initialise(torch.Generator().manual_seed(training.seed), tap_scales(features, len(taps)))
-    build_finding(head, features.batch(learned[:1]).taps)
     if start is not None:
         head.load(start)
+    else:
+        head.initialise(torch.Generator().manual_seed(training.seed), tap_scales(features, len(taps)))
+        build_finding(head, features.batch(learned[:1]).taps)
     folder = work_dir / _TRAINING
     folder.mkdir(exist_ok=True)
     trainer = Trainer(head, features, training, folder, [each.num_answer_tokens for each in conversations])

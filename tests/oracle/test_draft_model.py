@@ -1,6 +1,6 @@
 """The draft model: as its own drafter the target is always right, tokens are the same, and its memory is bounded."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,14 @@ from engine.errors import InvalidRequest
 from engine.model.interface import LanguageModel
 from engine.model.kv_cache import KvCache
 from engine.model.loader import load_model
-from engine.sequence import Sequence as EngineSequence
 from engine.spec import draft_model
 from engine.spec.cost import CostShape
 from engine.spec.draft_model import ModelDrafter
-from engine.spec.pace import DraftPacer, StartChoice
+from engine.spec.pace import DraftPacer
 from engine.spec.speculation import Speculation
 from engine.types import EngineRequest, RequestId
 from prefill_service.settings import PrefillSettings
+from tests.drafting import EagerPacer
 from tests.engine_driver import make_engine, make_request, run_alone
 from tests.oracle.test_speculation_ladder import FIELDS, Eager, speculation_requests
 from tests.tiny_models import write_tiny_model
@@ -36,8 +36,7 @@ FolderOf = Callable[[str], Path]
 class AlwaysEager(Eager):
     """Drafts as far as the limit goes, whatever a pass takes."""
 
-    def choose_starts(self, source: str, sequences: Sequence[EngineSequence]) -> StartChoice:
-        return StartChoice(tuple(sequences), is_try=False)
+    choose_starts = EagerPacer.choose_starts
 
     def is_worth_a_pass(self, *_: Any, **__: Any) -> bool:
         return True

@@ -17,9 +17,10 @@ from engine.engine import Engine
 from engine.model.native import NativeModel
 from engine.sequence import Sequence as EngineSequence
 from engine.spec.drafter import Proposal
-from engine.spec.pace import DraftPacer, StartChoice
+from engine.spec.pace import DraftPacer
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from engine.types import EngineRequest, RequestId, SamplingParams
+from tests.drafting import EagerPacer
 from worker.bootstrap import build_engine
 
 GROUP = 8
@@ -113,9 +114,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
         return [min(len(proposal.token_ids), 7) for proposal in proposals]
 
     monkeypatch.setattr(DraftPacer, "choose", choose)
-    monkeypatch.setattr(
-        DraftPacer, "choose_starts", lambda _, __, sequences: StartChoice(tuple(sequences), is_try=False)
-    )
+    monkeypatch.setattr(DraftPacer, "choose_starts", EagerPacer.choose_starts)
     monkeypatch.setattr(DraftPacer, "is_worth_a_pass", lambda *_, **__: True)
 
 

@@ -23,11 +23,9 @@ from engine.kernels.cpu.library import (
     vector_bytes,
 )
 
-HEAD_KIND = WeightKind.Q4_1
+_KIND = WeightKind.Q4_1
 """How all of a head's weights are stored, output rows too: a pass takes as long as reading them does, and a draft
 that rounding changes costs time only."""
-_STATE_TOKENS = 2
-"""Mirrors `STATE_TOKENS` in src/head.h."""
 _LAYER = 0
 _FUSE, _FEATURE_NORM, _OUTPUT_NORM = -3, -3, -2
 """Layer indices of what lies outside the layer, mirroring src/api.cpp."""
@@ -129,18 +127,14 @@ class NativeHeadHandle:
         self._library = library
         self._target = target
         hidden_size = feature_norm.size
-        self.state_size = hidden_size + _STATE_TOKENS
-        """Of what is known behind a position, see src/head.h."""
-        total = matrix_bytes(library, HEAD_KIND, len(vocab_ids), hidden_size) + 4 * vector_bytes(hidden_size)
-        total += sum(matrix_bytes(library, HEAD_KIND, len(m.rows), m.values.shape[1]) for m in matrices)
+        total = matrix_bytes(library, _KIND, len(vocab_ids), hidden_size) + 4 * vector_bytes(hidden_size)
+        total += sum(matrix_bytes(library, _KIND, len(m.rows), m.values.shape[1]) for m in matrices)
         self._head = library.kvr_head_new(target.pointer, num_taps, num_finding, rms_norm_eps, total)
         if not self._head:
             raise MemoryError(f"{total} bytes for a draft head are not to be had")
         for matrix in matrices:
             num_columns, num_inputs = len(matrix.rows), matrix.values.shape[1]
-            self._check(
-                library.kvr_add_matrix(self._head, matrix.layer, matrix.slot, HEAD_KIND, num_columns, num_inputs)
-            )
+            self._check(library.kvr_add_matrix(self._head, matrix.layer, matrix.slot, _KIND, num_columns, num_inputs))
             library.kvr_quantize_columns(
                 self._head, matrix.layer, matrix.slot, matrix.rows.ctypes.data, matrix.values.ctypes.data
             )
@@ -150,7 +144,7 @@ class NativeHeadHandle:
         self._add_vector(_OUTPUT_NORM, 0, output_norm)
         self._vocab_ids = np.ascontiguousarray(vocab_ids, np.int32)
         ids = self._vocab_ids.ctypes.data
-        self._check(library.kvr_head_take_rows(self._head, target.pointer, HEAD_KIND, ids, len(vocab_ids)))
+        self._check(library.kvr_head_take_rows(self._head, target.pointer, _KIND, ids, len(vocab_ids)))
         self._arguments = _HeadArguments()
         self._run_arguments = _RunArguments(vocab_ids=ids)
 
@@ -204,6 +198,7 @@ class NativeHeadHandle:
         pointers: StepPointers,
         cache: CachePointer,
         previous: int,
+        state: int,
         chances: npt.NDArray[np.float32],
         least_reach: npt.NDArray[np.float32],
         stop_ids: npt.NDArray[np.int32],
@@ -217,6 +212,7 @@ class NativeHeadHandle:
             pointers: One row with logits; its arrays are changed. Its block table covers a row for each draft.
             cache: The target's cache with a layer more.
             previous: Address of [1, state_size], state before the row; changed.
+            state: Address of [1, state_size], to be filled with the state behind the last row.
             chances: [10] that a draft is accepted, by tenths of its share.
             least_reach: [most drafts] by drafts made so far; no more when the chance that all is accepted is less.
             stop_ids: Nothing is drafted behind these.
@@ -227,11 +223,10 @@ class NativeHeadHandle:
             MemoryError: As `NativeHandle.step`.
         """
         arguments, max_drafts = self._run_arguments, len(least_reach)
-        state = np.empty(self.state_size, np.float32)
         best, share = np.empty(1, np.int32), np.empty(1, np.float32)
         tokens, shares = np.empty(max_drafts, np.int32), np.empty(max_drafts, np.float32)
         set_step(arguments.head.step, pointers, cache)
-        arguments.head.previous, arguments.head.states = previous, state.ctypes.data
+        arguments.head.previous, arguments.head.states = previous, state
         arguments.head.best, arguments.head.share = best.ctypes.data, share.ctypes.data
         arguments.chances, arguments.stop_ids = chances.ctypes.data, stop_ids.ctypes.data
         arguments.tokens, arguments.shares = tokens.ctypes.data, shares.ctypes.data

@@ -71,7 +71,7 @@ struct HeadProgram : Program {
             const float* before = s.previous[row];
             find_rotation(row);
             embed_token((int)s.token_ids[row], embedded(row, 0));
-            if (m.num_finding())
+            if (m.num_finding() && !follows(row))
                 for (int i = 0; i < STATE_TOKENS; i++)
                     embed_token(state_token(before[shape.hidden_size + i]), embedded(row, 1 + i));
             if (!s.states) memcpy(hidden_row(row), before, (size_t)shape.hidden_size * sizeof(float));
@@ -79,6 +79,14 @@ struct HeadProgram : Program {
     }
     float* embedded(int row, int token) const {
         return s.embedded + ((int64_t)row * SEEN_TOKENS + token) * m.embedding.num_groups * GROUP;
+    }
+    // Whether the row before is here and of the same sequence: only where rows are absorbed.
+    bool follows(int row) const {
+        return s.states && row && s.previous[row] == s.states + (int64_t)(row - 1) * m.head->state_size;
+    }
+    // The normed embedding of the token so far before a row: that row's own, where it is here.
+    const float* seen(int row, int back) const {
+        return back && follows(row) ? seen(row - 1, back - 1) : embedded(row, back);
     }
     // States come from other processes too: what is no token is none.
     int state_token(float value) const {
@@ -94,8 +102,8 @@ struct HeadProgram : Program {
     // The layer's inputs: two vectors side by side.
     void join(int input_row, const Rows& to) {
         const int row = input_row % s.num_rows, kind = input_row / s.num_rows, n = shape.hidden_size;
-        const float* left = embedded(row, kind == JOIN_KEY ? 1 : 0);
-        const float* right = kind == JOIN_ALL ? s.previous[row] : embedded(row, kind == JOIN_KEY ? 2 : 1);
+        const float* left = seen(row, kind == JOIN_KEY ? 1 : 0);
+        const float* right = kind == JOIN_ALL ? s.previous[row] : seen(row, kind == JOIN_KEY ? 2 : 1);
         memcpy(own.row, left, (size_t)n * sizeof(float));
         memcpy(own.row + n, right, (size_t)n * sizeof(float));
         if (kind == JOIN_ALL) rms_norm(own.row + n, m.head->feature_norm, n, shape.rms_norm_eps);
