@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,15 @@ def test_compare_measures_what_is_installed(tmp_path: Path) -> None:
     assert len((tmp_path / "t.md").read_text().splitlines()) == 4
 
 
+@pytest.fixture
+def _heeded_interrupts() -> Iterator[None]:
+    """A shell has what it runs in the background ignore Ctrl-C, this suite too, and processes would inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_heeded_interrupts")
 def test_interrupted_benchmark_takes_its_cluster_down() -> None:
     process = subprocess.Popen([*BENCH, "load", "--requests", "1000"], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
