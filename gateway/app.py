@@ -4,12 +4,12 @@
 """
 
 import asyncio
-from collections.abc import Callable
 
 import structlog
 
 from engine.clock import Clock, SystemClock
 from engine.model.source import ModelSource, resolve_model
+from engine.serving.heap import freeze_start_up
 from engine.serving.options import PUBLIC_MAX_MESSAGE_BYTES
 from engine.serving.server import ServiceServer
 from engine.text.tokenizer import Tokenizer, load_tokenizer
@@ -149,12 +149,11 @@ class Gateway:
             self.registry.expire()
 
 
-async def serve(settings: GatewaySettings, on_ready: Callable[[Gateway], None] | None = None) -> int:
+async def serve(settings: GatewaySettings) -> int:
     """Load the tokenizer, run a gateway until a signal, and return the exit code.
 
     Args:
         settings: The process's settings.
-        on_ready: Called once the port answers, e.g. to print a banner.
 
     Raises:
         InvalidRequest: a setting cannot be used.
@@ -162,14 +161,13 @@ async def serve(settings: GatewaySettings, on_ready: Callable[[Gateway], None] |
     source = await asyncio.to_thread(resolve_model, settings.model)
     tokenizer = await asyncio.to_thread(load_tokenizer, source.path)
     gateway = Gateway(settings, source, tokenizer)
+    freeze_start_up()
     try:
         await gateway.start()
         running = asyncio.ensure_future(gateway.run_until_signal())
         # One turn of the loop, so that signals are handled before anybody is told that there is a process to signal.
         await asyncio.sleep(0)
         _log.info("gateway.started", address=gateway.address, model=gateway.model_name)
-        if on_ready is not None:
-            on_ready(gateway)
         return await running
     finally:
         await gateway.stop()

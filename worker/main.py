@@ -10,6 +10,7 @@ from engine.engine import Engine, ExportListener
 from engine.errors import EngineError
 from engine.loop import EngineLoop
 from engine.model.source import resolve_model
+from engine.serving.heap import freeze_start_up
 from engine.serving.server import ServiceServer
 from engine.serving.telemetry import configure_logging, configure_tracing, shutdown_tracing
 from engine.types import Incarnation, SequenceOutput, WorkerId
@@ -84,6 +85,7 @@ class WorkerProcess:
             server.grpc_server,
         )
         await tier.open()
+        freeze_start_up()
         await server.start()
         server.health.set_serving(self._service_name)
         server.health.set_serving(WORKER_SERVICE)
