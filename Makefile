@@ -30,7 +30,7 @@ test: lint ## lint, types, import rules, and the whole suite except gpu and soak
 test-gpu: setup ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
 
-soak: setup ## minutes of load, watching memory and descriptors
+soak: setup ## the long tests: load that watches memory and descriptors, all faults, 200 questions
 	@$(BIN)/python -m pytest -m soak --timeout 1800 $(ARGS)
 
 coverage: setup ## branch coverage of the fast tests

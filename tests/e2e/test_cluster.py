@@ -18,6 +18,7 @@ from engine.types import FinishReason
 from kvrelay.client import AsyncClient
 from kvrelay.cluster import ClusterConfig, LocalCluster
 from kvrelay.results import Chunk, Completion, Started
+from tests.settling import settle
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
@@ -43,20 +44,6 @@ PROMPTS = [
 
 def _chat(prompt: str) -> list[tuple[str, str]]:
     return [("user", prompt)]
-
-
-async def _is_idle(client: AsyncClient) -> bool:
-    info = await client.server_info()
-    return info.num_running_requests == 0 and all(
-        worker.num_free_blocks == worker.num_blocks and worker.num_running == 0 and worker.num_leases == 0
-        for worker in info.workers
-    )
-
-
-async def _settle(client: AsyncClient, timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not await _is_idle(client):  # noqa: ASYNC110 - the state is in other processes
-            await asyncio.sleep(0.1)
 
 
 async def _serve(client: AsyncClient, **sampling: Any) -> list[Completion]:
@@ -103,7 +90,7 @@ async def test_other_topologies_give_the_same_tokens(client: AsyncClient) -> Non
             assert [completion.token_ids for completion in completions] == expected
             transports = {completion.complete.timings.transport for completion in completions}
             assert transports == ({""} if config is colocated else {"grpc"})
-            await _settle(other_client)
+            await settle(other_client)
 
 
 async def test_usage_counts_what_was_sent(client: AsyncClient) -> None:
@@ -119,7 +106,7 @@ async def test_one_token_is_one_token(client: AsyncClient) -> None:
     answer = await client.complete(messages=_chat(PROMPTS[0]), temperature=0, max_tokens=1)
     assert len(answer.token_ids) == 1
     assert answer.complete.finish_reason is FinishReason.LENGTH
-    await _settle(client)
+    await settle(client)
 
 
 async def test_stop_string_cuts_text_tokens_and_usage(client: AsyncClient) -> None:
@@ -131,7 +118,7 @@ async def test_stop_string_cuts_text_tokens_and_usage(client: AsyncClient) -> No
     assert len(cut.token_ids) == cut.complete.usage.completion_tokens == 4
     first = await client.complete(messages=_chat(PROMPTS[0]), temperature=0, max_tokens=40, stop=["The"])
     assert (first.text, len(first.token_ids)) == ("", 1)
-    await _settle(client)
+    await settle(client)
 
 
 async def test_stop_token_as_first_token_ends_there(client: AsyncClient) -> None:
@@ -140,7 +127,7 @@ async def test_stop_token_as_first_token_ends_there(client: AsyncClient) -> None
     answer = await client.complete(messages=_chat(PROMPTS[0]), temperature=0, stop_token_ids=[token])
     assert answer.token_ids == (token,)
     assert answer.complete.matched_stop == token
-    await _settle(client)
+    await settle(client)
 
 
 async def test_characters_of_several_tokens_are_never_broken(client: AsyncClient) -> None:
@@ -192,7 +179,7 @@ async def test_bad_requests_are_refused_by_name_and_the_service_goes_on(
 
 
 async def test_cancelled_and_finished_requests_leave_both_pools_whole(client: AsyncClient) -> None:
-    await _settle(client)
+    await settle(client)
 
     async def one(index: int) -> str:
         stream = client.generate(messages=_chat(PROMPTS[index % 16]), seed=index, max_tokens=2 + index % 3)
@@ -209,7 +196,7 @@ async def test_cancelled_and_finished_requests_leave_both_pools_whole(client: As
         outcomes += await asyncio.gather(*(one(index) for index in range(start, start + 50)))
     assert outcomes.count("cancelled") >= 60
     assert outcomes.count("finished") >= 60
-    await _settle(client)
+    await settle(client)
 
 
 async def test_killed_client_frees_its_requests(cluster: LocalCluster, client: AsyncClient) -> None:
@@ -221,7 +208,7 @@ async def test_killed_client_frees_its_requests(cluster: LocalCluster, client: A
     assert await asyncio.wait_for(process.stdout.read(4), 60)
     process.kill()
     await process.wait()
-    await _settle(client)
+    await settle(client)
 
 
 async def test_abort_ends_a_stream_with_its_reason(client: AsyncClient) -> None:
@@ -235,7 +222,7 @@ async def test_abort_ends_a_stream_with_its_reason(client: AsyncClient) -> None:
         else:
             finish = event.finish_reason
     assert finish is FinishReason.ABORT
-    await _settle(client)
+    await settle(client)
 
 
 async def test_reflection_and_health_answer(cluster: LocalCluster) -> None:

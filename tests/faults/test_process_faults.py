@@ -16,6 +16,7 @@ from engine.errors import EngineError
 from kvrelay.client import AsyncClient
 from kvrelay.cluster import ClusterConfig, LocalCluster
 from kvrelay.results import Completion
+from tests.settling import settle
 from tests.transports import BETWEEN_PROCESSES
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -84,20 +85,6 @@ async def fixture_expected(cluster: LocalCluster) -> list[tuple[int, ...]]:
     return tokens
 
 
-async def _settle(client: AsyncClient, num_workers: int, timeout_s: float = 60.0) -> None:
-    """Wait until every worker is there and idle."""
-    async with asyncio.timeout(timeout_s):
-        while True:
-            info = await client.server_info(timeout_s=5)
-            live = [worker for worker in info.workers if worker.is_connected]
-            if len(live) == num_workers and all(
-                worker.num_free_blocks == worker.num_blocks and not worker.num_leases and not worker.num_running
-                for worker in live
-            ):
-                return
-            await asyncio.sleep(0.1)
-
-
 async def _is_serving(client: AsyncClient) -> bool:
     try:
         return await client.is_serving(timeout_s=1)
@@ -127,7 +114,7 @@ async def test_killed_prefill_worker(
     cluster.kill("prefill-0")
     # Another prefill worker, or decode itself, takes over: nobody loses anything.
     assert _check(await running, expected) == NUM_REQUESTS
-    await _settle(client, num_workers=3)
+    await settle(client, num_workers=3, timeout_s=60)
 
 
 @pytest.mark.parametrize(("cluster", "moment_s"), CASES, indirect=["cluster"])
@@ -138,9 +125,9 @@ async def test_killed_decode_worker(
     await asyncio.sleep(moment_s)
     cluster.kill("decode-0")
     _check(await running, expected)
-    await _settle(client, num_workers=3)
+    await settle(client, num_workers=3, timeout_s=60)
     assert _check(await _serve(client), expected) == NUM_REQUESTS
-    await _settle(client, num_workers=3)
+    await settle(client, num_workers=3, timeout_s=60)
 
 
 @pytest.mark.parametrize(("cluster", "moment_s"), CASES, indirect=["cluster"])
@@ -157,7 +144,7 @@ async def test_prefill_worker_that_stops_for_longer_than_the_lease_and_wakes_up(
     # The late writer's frames meet a fence; what decode holds by now belongs to others and must stay as it is.
     assert _check(await running, expected) == NUM_REQUESTS
     assert _check(await _serve(client), expected) == NUM_REQUESTS
-    await _settle(client, num_workers=3)
+    await settle(client, num_workers=3, timeout_s=60)
 
 
 @pytest.mark.parametrize(("cluster", "moment_s"), CASES, indirect=["cluster"])
@@ -172,9 +159,9 @@ async def test_decode_worker_that_stops_for_a_while_and_wakes_up(
     finally:
         cluster.kill("decode-0", signal.SIGCONT)
     _check(await running, expected)
-    await _settle(client, num_workers=3)
+    await settle(client, num_workers=3, timeout_s=60)
     assert _check(await _serve(client), expected) == NUM_REQUESTS
-    await _settle(client, num_workers=3)
+    await settle(client, num_workers=3, timeout_s=60)
 
 
 @pytest.mark.parametrize(("cluster", "moment_s"), CASES, indirect=["cluster"])
@@ -189,5 +176,5 @@ async def test_killed_gateway_frees_all_that_its_session_had_started(
     async with asyncio.timeout(60):
         while not await _is_serving(client):  # noqa: ASYNC110 - the state is in other processes
             await asyncio.sleep(0.2)
-    await _settle(client, num_workers=3)
+    await settle(client, num_workers=3, timeout_s=60)
     assert _check(await _serve(client), expected) == NUM_REQUESTS
