@@ -10,7 +10,7 @@ async def settle(client: AsyncClient, num_workers: int | None = None, timeout_s:
 
     Args:
         client: Of the cluster.
-        num_workers: How many workers are to be connected; None = those that are.
+        num_workers: How many workers are to be connected and idle; None = all that the gateway knows are to be idle.
         timeout_s: Longest wait.
 
     Raises:
@@ -23,12 +23,12 @@ async def settle(client: AsyncClient, num_workers: int | None = None, timeout_s:
 
 async def _is_idle(client: AsyncClient, num_workers: int | None) -> bool:
     info = await client.server_info(timeout_s=5)
-    live = [worker for worker in info.workers if worker.is_connected]
+    workers = info.workers if num_workers is None else [worker for worker in info.workers if worker.is_connected]
     return (
         info.num_running_requests == 0
-        and (num_workers is None or len(live) == num_workers)
+        and (num_workers is None or len(workers) == num_workers)
         and all(
             worker.num_free_blocks == worker.num_blocks and worker.num_running == 0 and worker.num_leases == 0
-            for worker in live
+            for worker in workers
         )
     )

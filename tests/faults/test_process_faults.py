@@ -85,6 +85,11 @@ async def fixture_expected(cluster: LocalCluster) -> list[tuple[int, ...]]:
     return tokens
 
 
+async def _settle(client: AsyncClient) -> None:
+    """Wait until every worker is there and idle."""
+    await settle(client, num_workers=3, timeout_s=60)
+
+
 async def _is_serving(client: AsyncClient) -> bool:
     try:
         return await client.is_serving(timeout_s=1)
@@ -114,7 +119,7 @@ async def test_killed_prefill_worker(
     cluster.kill("prefill-0")
     # Another prefill worker, or decode itself, takes over: nobody loses anything.
     assert _check(await running, expected) == NUM_REQUESTS
-    await settle(client, num_workers=3, timeout_s=60)
+    await _settle(client)
 
 
 @pytest.mark.parametrize(("cluster", "moment_s"), CASES, indirect=["cluster"])
@@ -125,9 +130,9 @@ async def test_killed_decode_worker(
     await asyncio.sleep(moment_s)
     cluster.kill("decode-0")
     _check(await running, expected)
-    await settle(client, num_workers=3, timeout_s=60)
+    await _settle(client)
     assert _check(await _serve(client), expected) == NUM_REQUESTS
-    await settle(client, num_workers=3, timeout_s=60)
+    await _settle(client)
 
 
 @pytest.mark.parametrize(("cluster", "moment_s"), CASES, indirect=["cluster"])
@@ -144,7 +149,7 @@ async def test_prefill_worker_that_stops_for_longer_than_the_lease_and_wakes_up(
     # The late writer's frames meet a fence; what decode holds by now belongs to others and must stay as it is.
     assert _check(await running, expected) == NUM_REQUESTS
     assert _check(await _serve(client), expected) == NUM_REQUESTS
-    await settle(client, num_workers=3, timeout_s=60)
+    await _settle(client)
 
 
 @pytest.mark.parametrize(("cluster", "moment_s"), CASES, indirect=["cluster"])
@@ -159,9 +164,9 @@ async def test_decode_worker_that_stops_for_a_while_and_wakes_up(
     finally:
         cluster.kill("decode-0", signal.SIGCONT)
     _check(await running, expected)
-    await settle(client, num_workers=3, timeout_s=60)
+    await _settle(client)
     assert _check(await _serve(client), expected) == NUM_REQUESTS
-    await settle(client, num_workers=3, timeout_s=60)
+    await _settle(client)
 
 
 @pytest.mark.parametrize(("cluster", "moment_s"), CASES, indirect=["cluster"])
@@ -176,5 +181,5 @@ async def test_killed_gateway_frees_all_that_its_session_had_started(
     async with asyncio.timeout(60):
         while not await _is_serving(client):  # noqa: ASYNC110 - the state is in other processes
             await asyncio.sleep(0.2)
-    await settle(client, num_workers=3, timeout_s=60)
+    await _settle(client)
     assert _check(await _serve(client), expected) == NUM_REQUESTS
