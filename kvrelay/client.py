@@ -4,7 +4,7 @@ Owns one channel to a gateway. Failed calls raise the typed errors of `engine.er
 field's name or `CapacityError` with the time to wait. Values are in `kvrelay/results.py`.
 """
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -84,7 +84,7 @@ class Client:
         timeout_s: float | None = None,
         client_request_id: str = "",
         **sampling: Unpack[SamplingOptions],
-    ) -> Iterator[Event]:
+    ) -> Generator[Event, None, None]:
         """Stream one request: `Started`, then `Chunk`s, and one `Complete` per completion.
 
         Leaving the loop or closing the iterator cancels the request on the server.
@@ -104,7 +104,7 @@ class Client:
         request = generate_request(prompt, messages, token_ids, model, client_request_id, sampling)
         return self._events(request, timeout_s)
 
-    def _events(self, request: pb.GenerateRequest, timeout_s: float | None) -> Iterator[Event]:
+    def _events(self, request: pb.GenerateRequest, timeout_s: float | None) -> Generator[Event, None, None]:
         ends = _EndCheck(request)
         with _typed_errors():
             call = self._stub.Generate(request, timeout=timeout_s, metadata=_metadata())
@@ -220,12 +220,12 @@ class AsyncClient:
         timeout_s: float | None = None,
         client_request_id: str = "",
         **sampling: Unpack[SamplingOptions],
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncGenerator[Event, None]:
         """Stream one request; see `Client.generate`. Closing the iterator cancels the request on the server."""
         request = generate_request(prompt, messages, token_ids, model, client_request_id, sampling)
         return self._events(request, timeout_s)
 
-    async def _events(self, request: pb.GenerateRequest, timeout_s: float | None) -> AsyncIterator[Event]:
+    async def _events(self, request: pb.GenerateRequest, timeout_s: float | None) -> AsyncGenerator[Event, None]:
         ends = _EndCheck(request)
         call = self._stub.Generate(request, timeout=timeout_s, metadata=_metadata())
         try:

@@ -187,7 +187,7 @@ async def test_cancelled_and_finished_requests_leave_both_pools_whole(client: As
         async for event in stream:
             seen += not isinstance(event, Started)
             if index % 2 and seen >= index % 3:
-                await stream.aclose()  # type: ignore[attr-defined]  # an async generator behind its protocol
+                await stream.aclose()
                 return "cancelled"
         return "finished"
 

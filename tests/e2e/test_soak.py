@@ -112,7 +112,7 @@ async def _leave(client: AsyncClient, chance: random.Random) -> None:
     async for event in stream:
         num_left -= isinstance(event, Chunk)
         if num_left < 0:
-            await stream.aclose()  # type: ignore[attr-defined]  # an async generator behind its protocol
+            await stream.aclose()
 
 
 async def _run_late(client: AsyncClient, chance: random.Random) -> None:

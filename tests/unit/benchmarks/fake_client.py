@@ -1,7 +1,7 @@
 """A client without a server: answers every request after scripted pauses, and remembers what was asked."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from engine.errors import CapacityError
@@ -27,7 +27,7 @@ class FakeClient(AsyncClient):
         self.num_running = 0
         self.most_running = 0
 
-    async def generate(self, prompt: str | None = None, **options: Any) -> AsyncIterator[Event]:
+    async def generate(self, prompt: str | None = None, **options: Any) -> AsyncGenerator[Event, None]:
         self.requests.append(options)
         if self.shed_from is not None and len(self.requests) > self.shed_from:
             raise CapacityError("no room", retry_after_s=1.0)
