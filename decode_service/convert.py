@@ -9,9 +9,13 @@ from worker.kv_handle import kv_handle_to_proto, transfer_stats_to_proto
 Event = pb.DecodeServiceSessionResponse
 
 
-def ready_event(worker_id: WorkerId, incarnation: Incarnation) -> Event:
+def ready_event(worker_id: WorkerId, incarnation: Incarnation, lease_ttl_s: float) -> Event:
     """Return a session's first event."""
-    return Event(ready=session_pb2.SessionReady(worker_id=worker_id, incarnation=incarnation))
+    return Event(
+        ready=session_pb2.SessionReady(
+            worker_id=worker_id, incarnation=incarnation, lease_ttl_ms=max(1, round(1000 * lease_ttl_s))
+        )
+    )
 
 
 def step_event(step: session_pb2.StepOutput) -> Event:

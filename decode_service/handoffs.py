@@ -5,6 +5,7 @@ first, free the blocks after.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -16,7 +17,7 @@ from decode_service.request import DecodeRequest, Phase
 from decode_service.reservation_queue import ReservationQueue
 from engine.clock import SystemClock
 from engine.engine import Granted
-from engine.errors import EngineError, LeaseExpired, LeaseUnknown, TransferError
+from engine.errors import EngineError, LeaseError, LeaseExpired, LeaseUnknown, TransferError
 from engine.serving.telemetry import emit_span
 from engine.types import Epoch, HandoffRecord, LeaseId
 from kv_transfer.handle import TransferStats
@@ -105,6 +106,12 @@ class Handoffs:
         handle = self.importer.supersede(entry.lease_id)
         entry.attempt = attempt
         entry.session.outbox.put(convert.reserved_event(entry.request_id, attempt, handle))
+
+    def renew(self, entry: DecodeRequest) -> None:
+        """Keep a reservation whose prefill waits for its turn; what is not reserved (any more) needs nothing."""
+        if entry.lease_id is not None:
+            with contextlib.suppress(LeaseError):
+                self.importer.keep_alive(entry.lease_id)
 
     def withdraw(self, entry: DecodeRequest) -> None:
         """Take a request out of the queue or end its lease. Afterwards nobody writes into its blocks."""

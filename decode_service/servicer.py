@@ -6,7 +6,7 @@ session's outbox, one message per step. A session that ends takes its requests w
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable
 
 import grpc.aio
 import structlog
@@ -24,7 +24,7 @@ from kv_transfer.transport import Listener
 from kvrelay.v1 import decode_service_pb2 as pb
 from kvrelay.v1 import decode_service_pb2_grpc, session_pb2
 from kvrelay.wire.requests import engine_request_from_proto
-from worker.load_reporter import report_load
+from worker.load_reporter import LoadReporter
 from worker.output_router import OutputRouter, Route
 from worker.session import request_error, session_events
 from worker.tier import WorkerContext
@@ -82,7 +82,8 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
             if scheme != "grpc":  # its byte path is served by this worker's own server
                 self._listeners.append(await self._transports.get(scheme).listen(self._handoffs.importer.serve))
         self._handoffs.open()
-        self._context.spawn(report_load(self.read_load, lambda: self._sessions.values()), "load_reporter")
+        reporter = LoadReporter(self.read_load, self._context.watch, lambda: self._sessions.values())
+        self._context.spawn(reporter.run(), "load_reporter")
 
     def deliver(self, outputs: list[SequenceOutput]) -> None:
         """Take a step's outputs on the engine's thread."""
@@ -97,6 +98,16 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
             num_leases=self._handoffs.num_leases,
             is_draining=self._is_draining,
         )
+
+    def break_off(self, request_ids: Collection[RequestId], error: EngineError) -> None:
+        """See `TierService.break_off`."""
+        self._is_draining = True
+        for request_id in request_ids:
+            entry = self._requests.get(request_id)
+            if entry is not None:
+                entry.send_error(error)
+        for session in self._sessions.values():
+            session.outbox.close()
 
     def start_drain(self) -> None:
         """Refuse new requests."""
@@ -124,7 +135,9 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         """Serve one gateway until either side ends the stream."""
         session = DecodeSession()
         self._sessions[session.session_id] = session
-        session.outbox.put(convert.ready_event(self._context.worker_id, self._context.incarnation))
+        session.outbox.put(
+            convert.ready_event(self._context.worker_id, self._context.incarnation, self._settings.lease_ttl_s)
+        )
         _log.info("session.opened", session_id=session.session_id)
         try:
             async for event in session_events(
@@ -146,8 +159,10 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
             case "supersede":
                 self._supersede(session, command.supersede)
             case "abort":
-                entries = [self._requests.get(RequestId(request_id)) for request_id in command.abort.request_ids]
-                self._end([entry for entry in entries if entry is not None])
+                self._end(self._of_session(session, command.abort.request_ids))
+            case "renew":
+                for entry in self._of_session(session, command.renew.request_ids):
+                    self._handoffs.renew(entry)
             case unknown:
                 _log.warning("session.unknown_command", command=unknown)
 
@@ -170,7 +185,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
                 traceparent=message.traceparent,
             )
             self._handoffs.request(entry)
-        except EngineError as error:
+        except Exception as error:
             session.outbox.put(convert.error_event(request_error(request_id, attempt, error)))
         else:
             self._requests.put(request_id, entry)
@@ -178,23 +193,28 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
     def _supersede(self, session: DecodeSession, command: pb.SupersedeCommand) -> None:
         request_id = RequestId(command.request_id)
         try:
-            self._handoffs.supersede(self._reserved(request_id), command.attempt)
-        except EngineError as error:
+            self._handoffs.supersede(self._reserved(session, request_id), command.attempt)
+        except Exception as error:
             session.outbox.put(convert.error_event(request_error(request_id, command.attempt, error)))
 
     def _prefill_locally(self, session: DecodeSession, request_id: RequestId) -> None:
         try:
-            entry = self._reserved(request_id)
-        except EngineError as error:
+            entry = self._reserved(session, request_id)
+        except Exception as error:
             session.outbox.put(convert.error_event(request_error(request_id, 0, error)))
             return
         # Fence first: from here on only the engine writes into the blocks.
         self._handoffs.withdraw(entry)
         self._run_in_engine(entry, self._start_local_prefill(entry))
 
-    def _reserved(self, request_id: RequestId) -> DecodeRequest:
+    def _of_session(self, session: DecodeSession, request_ids: Iterable[int]) -> list[DecodeRequest]:
+        """Return those of the requests that are here and the session's own: it acts on no other's."""
+        entries = [self._requests.get(RequestId(request_id)) for request_id in request_ids]
+        return [entry for entry in entries if entry is not None and entry.session is session]
+
+    def _reserved(self, session: DecodeSession, request_id: RequestId) -> DecodeRequest:
         entry = self._requests.get(request_id)
-        if entry is None or entry.phase is not Phase.RESERVED:
+        if entry is None or entry.session is not session or entry.phase is not Phase.RESERVED:
             raise LeaseUnknown(f"request {request_id} holds no reservation here")
         return entry
 
@@ -217,7 +237,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
             output = await self._context.engine_loop.call(
                 lambda engine: engine.commit(request_id, first_token_id, state)
             )
-        except EngineError as error:
+        except Exception as error:
             self._failed(entry, error)
             return
         # Prefill has told the gateway of the first token; only its verdict matters here.
@@ -229,10 +249,13 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         request_id = entry.request_id
         try:
             await self._context.engine_loop.call(lambda engine: engine.prefill_locally(request_id))
-        except EngineError as error:
+        except Exception as error:
             self._failed(entry, error)
 
     def _on_output(self, entry: DecodeRequest, output: SequenceOutput) -> None:
+        if output.error is not None:
+            self._failed(entry, output.error)
+            return
         entry.num_output_tokens += len(output.token_ids)
         if output.prefill_timing is not None:
             emit_span("prefill", entry.traceparent, duration_ns=output.prefill_timing.prefill_ns)

@@ -8,11 +8,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import structlog
+
 from engine.cache.block_pool import BlockPool
 from engine.config import CacheConfig, SchedulerConfig
 from engine.errors import InvalidRequest
 from engine.model.interface import LanguageModel
 from engine.model.kv_cache import KvCache
+from engine.request_checks import check_leaves_a_token, check_sampling_params, check_token_ids
 from engine.runner import ModelRunner
 from engine.scheduler.plan import StepPlan
 from engine.scheduler.scheduler import Scheduler
@@ -21,6 +24,8 @@ from engine.spec.head_follower import HeadFollower
 from engine.spec.sampling import Sampler
 from engine.spec.speculation import Speculation
 from engine.types import BlockId, EngineRequest, RequestId, SequenceOutput
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,8 @@ class Engine:
         self._export_listener = export_listener
         self._speculation = speculation
         self._follower = follower
+        self.step_request_ids: tuple[RequestId, ...] = ()
+        """Who takes part in the step under way, or in the last one."""
 
     @property
     def has_work(self) -> bool:
@@ -173,13 +180,14 @@ class Engine:
         return removed
 
     def step(self) -> list[SequenceOutput]:
-        """Run one step; returns what it produced, or [] when nothing could run."""
-        drafts = None
-        if self._speculation is not None:
-            if self._follower is not None:
-                self.scheduler.look_ahead(self._speculation.max_draft_tokens)
-            drafts = self._speculation.propose(self.scheduler.decodes())
-        plan = self.scheduler.plan(time.monotonic_ns(), drafts)
+        """Run one step; returns what it produced, or [] when nothing could run.
+
+        What goes wrong in one sequence's row is that output's error. An exception here means that the device's state,
+        or the scheduler's, is unknown: `step_request_ids` says who took part.
+        """
+        self.step_request_ids = ()
+        plan = self.scheduler.plan(time.monotonic_ns(), self._drafts())
+        self.step_request_ids = tuple(chunk.sequence.request_id for chunk in plan.chunks)
         if not plan.chunks:
             return []
         on_layer = None
@@ -202,15 +210,28 @@ class Engine:
             self._speculation.observe(plan, outputs, (finished_ns - started_ns) / 1e9)
         return outputs if self._follower is None else self._followed(self._follower, plan, outputs)
 
+    def _drafts(self) -> dict[RequestId, tuple[int, ...]] | None:
+        if self._speculation is None:
+            return None
+        if self._follower is not None:
+            self.scheduler.look_ahead(self._speculation.max_draft_tokens)
+        try:
+            return self._speculation.propose(self.scheduler.decodes())
+        except Exception:
+            # A guess is worth no sequence's life. The tokens are the same without it.
+            _log.exception("speculation.failed", consequence="no more drafts in this process")
+            self._speculation = None
+            return None
+
     @staticmethod
     def _followed(follower: HeadFollower, plan: StepPlan, outputs: list[SequenceOutput]) -> list[SequenceOutput]:
         """Add what a hand-off carries for drafting, and forget who ended."""
         handoffs = {chunk.sequence.request_id for chunk in plan.chunks if chunk.sequence.is_handoff}
         found: list[SequenceOutput] = []
         for output in outputs:
-            if output.request_id in handoffs:
+            if output.request_id in handoffs and output.error is None:
                 output = replace(output, draft_state=follower.export(output.request_id))
-            elif output.finish_reason is not None:
+            elif output.has_ended:
                 follower.forget(output.request_id)
             found.append(output)
         return found
@@ -240,6 +261,8 @@ class Engine:
             raise InvalidRequest("prompt", "must have at least one token")
         if not 0 < request.num_prompt_tokens <= len(request.token_ids):
             raise InvalidRequest("num_prompt_tokens", "must name the prompt's part of token_ids")
-        if not all(0 <= token_id < vocab_size for token_id in request.token_ids):
-            raise InvalidRequest("token_ids", f"every id must be below the vocabulary size {vocab_size}")
+        check_token_ids("token_ids", request.token_ids, vocab_size)
+        params = request.sampling_params
+        check_sampling_params(params, vocab_size)
+        check_leaves_a_token(params, vocab_size, params.all_stop_ids(self.model.config.eos_token_ids))
         return Sequence(request, is_handoff=is_handoff, arrived_ns=time.monotonic_ns())

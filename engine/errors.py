@@ -2,12 +2,14 @@
 
     EngineError
     ├── InvalidRequest            the caller must change the request (names the field)
-    │   └── ContextTooLong        prompt + max_tokens cannot fit the model or the pool
+    │   ├── ContextTooLong        prompt + max_tokens cannot fit the model or the pool
+    │   └── NoTokenAllowed        its fields together leave no token at a position
     ├── ModelNotFound             the named model is not served here
     ├── CapacityError             no room now; retry after `retry_after_s`
     ├── DeadlineExceeded          the request's own time ran out
     ├── RequestCancelled          the client went away or said Abort
     ├── WorkerUnavailable         a worker is gone, draining or not connected; retry elsewhere
+    ├── NameTaken                 another live worker is registered under this name
     ├── LeaseError                the reservation cannot be used
     │   ├── LeaseUnknown
     │   ├── LeaseExpired
@@ -17,7 +19,9 @@
     │   ├── ChecksumMismatch
     │   ├── CoverageIncomplete
     │   └── PeerUnavailable
+    ├── SamplingFailed            no token can be drawn from this sequence's row; the step went on for the others
     └── DeviceError               the device or the engine thread is broken; the process must restart
+        └── StepFailed            the request was in the step that broke it
 
 `reason` is the stable machine-readable word (google.rpc.ErrorInfo.reason); `is_retryable` says whether the same request
 may succeed later or elsewhere without a change. `engine/serving/status.py` maps the tree to gRPC statuses.
@@ -48,6 +52,12 @@ class ContextTooLong(InvalidRequest):
     """The tokens asked for can never fit: refuse at once rather than queue for ever."""
 
     reason = "CONTEXT_TOO_LONG"
+
+
+class NoTokenAllowed(InvalidRequest):
+    """The request's fields together ban every token, at once or at the position that it has reached."""
+
+    reason = "NO_TOKEN_ALLOWED"
 
 
 class ModelNotFound(EngineError):
@@ -83,6 +93,13 @@ class WorkerUnavailable(EngineError):
     """A worker is gone, draining or not connected."""
 
     reason = "WORKER_UNAVAILABLE"
+    is_retryable = True
+
+
+class NameTaken(EngineError):
+    """Another live worker is registered under this name. Once it is gone the name is free."""
+
+    reason = "NAME_TAKEN"
     is_retryable = True
 
 
@@ -143,7 +160,19 @@ class PeerUnavailable(TransferError):
     reason = "PEER_UNAVAILABLE"
 
 
+class SamplingFailed(EngineError):
+    """No token can be drawn from this sequence's row: the model's logits are not finite there, or a defect of ours."""
+
+    reason = "SAMPLING_FAILED"
+
+
 class DeviceError(EngineError):
     """The device or the engine thread is broken. Fatal: health turns NOT_SERVING."""
 
     reason = "DEVICE"
+
+
+class StepFailed(DeviceError):
+    """The engine broke in a step that this request took part in: it may be the cause, and so may any other there."""
+
+    reason = "STEP_FAILED"

@@ -6,6 +6,7 @@ gets each step's outputs in one message.
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import structlog
 
 from engine.engine import Engine
 from engine.errors import DeviceError
-from engine.types import SequenceOutput
+from engine.types import RequestId, SequenceOutput
 
 T = TypeVar("T")
 _log = structlog.get_logger(__name__)
@@ -60,14 +61,15 @@ class EngineLoop:
     Args:
         make_engine: Builds the engine; runs on the engine's thread, so that all device state lives there.
         on_outputs: Called on the engine's thread after each step that produced something; must return at once.
-        on_fatal: Called on the engine's thread when a step failed; the loop has stopped by then.
+        on_fatal: Called on the engine's thread when a step failed, with the error and the requests that took part in
+            the step; the loop has stopped by then.
     """
 
     def __init__(
         self,
         make_engine: Callable[[], Engine],
         on_outputs: Callable[[list[SequenceOutput]], None],
-        on_fatal: Callable[[BaseException], None],
+        on_fatal: Callable[[BaseException, tuple[RequestId, ...]], None],
     ) -> None:
         self._make_engine = make_engine
         self._on_outputs = on_outputs
@@ -76,7 +78,14 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._is_stopping = False
         self._failure: BaseException | None = None
+        self._busy_since: float | None = None
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+
+    @property
+    def step_age_s(self) -> float:
+        """Seconds since the step under way, or the calls before it, began; 0 between steps. Any thread may ask."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     async def start(self) -> None:
         """Build the engine on its thread and wait until it is ready.
@@ -119,17 +128,17 @@ class EngineLoop:
         try:
             engine = self._make_engine()
         except BaseException as error:
-            self._fail(error)
+            self._end(error, error if isinstance(error, Exception) else None)
             return
         try:
             while self._run_once(engine):
                 pass
         except BaseException as error:
-            _log.exception("engine.step_failed")
-            self._fail(error)
-            self._on_fatal(error)
+            _log.exception("engine.step_failed", request_ids=engine.step_request_ids)
+            self._end(error)
+            self._on_fatal(error, engine.step_request_ids)
         else:
-            self._fail(None)
+            self._end(None)
         finally:
             engine.close()
 
@@ -139,11 +148,13 @@ class EngineLoop:
             if self._is_stopping:
                 return False
             calls, self._calls = self._calls, deque()
+        self._busy_since = time.monotonic()
         for call in calls:
             call.run(engine)
         outputs = engine.step() if engine.has_work else []
         if outputs:
             self._on_outputs(outputs)
+        self._busy_since = None
         with self._wake:
             # Waiting sequences alone are no reason to spin: only a call can bring them blocks.
             self._wake.wait_for(
@@ -151,10 +162,12 @@ class EngineLoop:
             )
         return True
 
-    def _fail(self, error: BaseException | None) -> None:
+    def _end(self, failure: BaseException | None, told: Exception | None = None) -> None:
+        """Take no more calls, and fail those that wait: with `told`, or by default because the engine has ended."""
         with self._wake:
-            self._failure = error
+            self._failure = failure
             self._is_stopping = True
+            self._busy_since = None
             calls, self._calls = self._calls, deque()
         for call in calls:
-            call.fail(error if isinstance(error, Exception) else self._ended())
+            call.fail(told or self._ended())

@@ -64,10 +64,11 @@ class ModelRunner:
         sampled = self._sampler.sample(logits, items)
         if self._follower is not None:
             new_counts = iter([len(new.token_ids) for new in sampled])
-            self._follower.settle(plan.chunks, [next(new_counts) - 1 if chunk.samples else 0 for chunk in plan.chunks])
+            num_accepted = [max(0, next(new_counts) - 1) if chunk.samples else 0 for chunk in plan.chunks]
+            self._follower.settle(plan.chunks, num_accepted)
         return StepResult(
             tuple(
-                SampledTokens(sequence.request_id, new.token_ids, new.logprobs)
+                SampledTokens(sequence.request_id, new.token_ids, new.logprobs, new.error)
                 for sequence, new in zip(sequences, sampled, strict=True)
             )
         )

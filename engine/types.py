@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
 
+from engine.errors import EngineError
+
 RequestId = NewType("RequestId", int)
 """64-bit id minted by the gateway, unique while the request lives."""
 BlockId = NewType("BlockId", int)
@@ -24,6 +26,10 @@ WorkerId = NewType("WorkerId", str)
 """Name of a worker, stable over restarts."""
 Incarnation = NewType("Incarnation", int)
 """Random 63-bit number drawn at process start, so that a restart under the same name is noticed."""
+
+
+MIN_TEMPERATURE = 1e-5
+"""Below it sampling is greedy: no noise could outweigh a logit divided by less, and the division would overflow."""
 
 
 class FinishReason(StrEnum):
@@ -46,14 +52,14 @@ class LogprobsMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. Defaults are those of an absent field. Validated by `validate_sampling_params`."""
+    """How tokens are chosen. Defaults are those of an absent field. Ranges: `engine/request_checks.py`."""
 
     max_tokens: int = 256
     """Most tokens to generate, >= 1."""
     min_tokens: int = 0
     """Stop tokens (eos included) are banned until this many tokens exist; 0 = no minimum."""
     temperature: float = 1.0
-    """0 = greedy; otherwise logits are divided by it."""
+    """Below `MIN_TEMPERATURE` = greedy; otherwise logits are divided by it."""
     top_p: float = 1.0
     """Keep the smallest set of tokens whose probability reaches it; (0, 1], 1 = off."""
     top_k: int = 0
@@ -92,7 +98,7 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely processed token is taken without noise."""
-        return self.temperature == 0.0
+        return self.temperature < MIN_TEMPERATURE
 
     def all_stop_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
         """Return every token that ends the request, given the model's end-of-sequence ids."""
@@ -173,6 +179,13 @@ class SequenceOutput:
     """Set in the output that holds the first token computed here."""
     draft_state: bytes = b""
     """What decode's draft head needs to go on, see `HeadFollower.export`; empty unless a hand-off with a head."""
+    error: EngineError | None = None
+    """Why the sequence cannot go on, though the step did; then there are no tokens and this output is its last."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no output follows."""
+        return self.finish_reason is not None or self.error is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from engine.serving.server import ServiceServer
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from gateway.admission import Admission
 from gateway.generation import Generation, GenerationParts
+from gateway.prefill_gate import PrefillGate
 from gateway.registry_servicer import SERVICE_NAME as REGISTRY_SERVICE
 from gateway.registry_servicer import RegistryServicer
 from gateway.relay import RelayLimits
@@ -63,9 +64,14 @@ class Gateway:
             keep_alive_interval_s=settings.keep_alive_interval_s,
             clock=clock,
         )
-        session_limits = SessionLimits(ready_timeout_s=settings.session_ready_timeout_s)
+        session_limits = SessionLimits(
+            ready_timeout_s=settings.session_ready_timeout_s, silence_s=settings.worker_silence_s
+        )
         self.pool = WorkerPool(self.registry, clock=clock, limits=session_limits)
-        self.router = Router(self.pool, AffinityLimits(capacity=settings.prefix_affinity_entries))
+        self.router = Router(
+            self.pool, AffinityLimits(capacity=settings.prefix_affinity_entries), self.tokenizer.common_prefix()
+        )
+        self.prefill_gate = PrefillGate(settings.max_prefill_tokens, lambda: len(self.pool.usable(WorkerRole.PREFILL)))
         self.admission = Admission(
             max_running=settings.max_running_requests,
             max_queued=settings.max_queued_requests,
@@ -73,7 +79,9 @@ class Gateway:
             clock=clock,
         )
         self.generation = Generation(
-            GenerationParts(self.tokenizer, self.registry, self.pool, self.router, self.admission, clock),
+            GenerationParts(
+                self.tokenizer, self.registry, self.pool, self.router, self.admission, self.prefill_gate, clock
+            ),
             model_names=tuple(dict.fromkeys((self.model_name, source.name))),
             max_prompt_bytes=settings.max_prompt_bytes,
             relay_limits=RelayLimits(
@@ -92,6 +100,7 @@ class Gateway:
             clock=clock,
         )
         self.pool.subscribe(self._update_readiness)
+        self.pool.subscribe(self.prefill_gate.let_pass)
         self.pool.subscribe_gone(self.router.forget_worker)
 
     @property

@@ -5,6 +5,8 @@ is decided by `recovery.py`. Never waits: `relay.py` takes the events from the m
 `is_restart_due` afterwards.
 """
 
+from collections.abc import Callable
+
 from engine.clock import Clock
 from engine.errors import EngineError, WorkerUnavailable
 from engine.serving.telemetry import traceparent
@@ -21,6 +23,7 @@ from gateway.messages import (
     Reserve,
     Reserved,
     SessionLost,
+    Stalled,
     Supersede,
 )
 from gateway.output import CompletionOutput
@@ -47,6 +50,7 @@ class Attempt:
         *,
         router: Router,
         mailbox: Mailbox,
+        on_prefill_over: Callable[[], None],
         local_prefill_max_tokens: int,
         clock: Clock,
     ) -> None:
@@ -56,6 +60,7 @@ class Attempt:
         self._recovery = recovery
         self._router = router
         self._mailbox = mailbox
+        self._on_prefill_over = on_prefill_over
         self._local_prefill_max_tokens = local_prefill_max_tokens
         self._clock = clock
         self._id = request.engine_request.request_id
@@ -143,6 +148,7 @@ class Attempt:
         self._is_decode_done |= is_from_decode and output.finish_reason is not None
         if output.token_index <= self.first_index < output.token_index + len(output.token_ids):
             self._has_first_token = True
+            self._on_prefill_over()
             self.prefill_worker = self.prefill_worker or source
             timing = output.prefill_timing
             if timing is not None and self.first_index == 0:
@@ -164,6 +170,8 @@ class Attempt:
             case Committed(attempt, transfer):
                 if attempt == self._granted:
                     self._is_committed = True
+                    if self._decode is not None:
+                        self._decode.keep_reservation(self._id, is_kept=False)
                     self._timings.transfer_ns, self._timings.transfer_bytes = transfer.total_ns, transfer.num_bytes
                     self._timings.transfer_exposed_ns = self._timings.transfer_exposed_ns or transfer.exposed_ns
                     self._timings.transport = transfer.transport
@@ -178,6 +186,10 @@ class Attempt:
                     self._decode_failed(error, is_gone=False)
             case SessionLost(error):
                 self._decode_failed(error, is_gone=True)
+            case Stalled(error):
+                # It may come back: worth leaving only for another one.
+                if self._recovery.has_attempts_left and self._has_decode_besides():
+                    self._decode_failed(error, is_gone=False)
             case _:
                 pass
 
@@ -193,7 +205,7 @@ class Attempt:
             case Failed(attempt, error):
                 if attempt == self._granted:
                     self._prefill_failed(error)
-            case SessionLost(error):
+            case SessionLost(error) | Stalled(error):
                 self._prefill_failed(error)
             case _:
                 pass
@@ -212,11 +224,13 @@ class Attempt:
             if session is not None:
                 session.attach(self._id, self._mailbox, num_uncached_tokens)
                 self._prefill = session
+                self._decode.keep_reservation(self._id, is_kept=True)
                 try:
                     session.send(Prefill(request, self._granted, self._kv_handle, deadline, traceparent()))
                 except EngineError as error:
                     self._prefill_failed(error)
                 return
+        self._on_prefill_over()
         try:
             self._decode.send(PrefillLocally(self._id))
         except EngineError as error:
@@ -244,10 +258,8 @@ class Attempt:
         if self._decode is None:
             return
         worker_id = self._decode.info.worker_id
+        has_alternative = self._has_decode_besides()
         self._release_decode(is_done=is_gone)
-        has_alternative = self._router.has_decode_besides(
-            self._engine_request, {*self._recovery.failed_decode, worker_id}
-        )
         remedy = self._recovery.after_decode_failure(
             error,
             worker_id,
@@ -259,6 +271,11 @@ class Attempt:
         else:
             self.failure = error
 
+    def _has_decode_besides(self) -> bool:
+        """Whether another decode worker, which has not failed the request, could take it now."""
+        others = set() if self._decode is None else {self._decode.info.worker_id}
+        return self._router.has_decode_besides(self._engine_request, self._recovery.failed_decode | others)
+
     def _restart(self, error: EngineError) -> None:
         if self._recovery.has_attempts_left:
             self.is_restart_due = True
@@ -268,6 +285,7 @@ class Attempt:
     def _release_prefill(self, *, is_done: bool) -> None:
         session, self._prefill = self._prefill, None
         if session is not None:
+            self._on_prefill_over()
             if not is_done:
                 session.abort(self._id)
             session.detach(self._id)

@@ -4,21 +4,27 @@ Every field of a request is read and checked here, or refused by name; what reac
 prompt is tokenized and fitted to the context by `prompt.py`.
 """
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 from engine.errors import ContextTooLong, InvalidRequest
+from engine.request_checks import (
+    INT32_MAX,
+    SAMPLING_BOUNDS,
+    Bounds,
+    check_count,
+    check_number,
+    check_sampling_params,
+    check_token_ids,
+)
 from engine.types import RequestId, SamplingParams
 from gateway.request import ChatMessage, ChatPrompt, GenerateCall, ModelLimits, Prompt, TextPrompt, TokenPrompt
 from gateway.response import Completion, Started, TokenChunk
 from gateway.validation import (
-    check_count,
-    check_number,
     check_prompt_messages,
     check_prompt_text,
     check_prompt_tokens,
     check_text_bytes,
     check_texts,
-    check_token_ids,
 )
 from kvrelay.v1 import inference_service_pb2 as inference_pb2
 from kvrelay.v1 import sampling_pb2
@@ -29,12 +35,29 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 4_096
 MAX_BAD_WORDS = 1_024
 MAX_BAD_WORD_BYTES = 1_024
-MAX_LOGPROBS = 20
+MAX_TOKEN_ENTRIES = 4_096
+"""Most stop tokens, and most biased ones: each is read on every worker, for every completion."""
 MAX_SALT_BYTES = 256
 MAX_CLIENT_ID_BYTES = 128
 
 _PARAMS = "sampling_params"
 _UNBUILT = ("prompt_logprobs", "constraint")
+_PLAIN_FIELDS = (
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "include_stop_str",
+    "ignore_eos",
+    "logprobs",
+    "skip_special_tokens",
+    "num_draft_tokens",
+)
+"""Those that are one value in the proto and in `SamplingParams`, under one name; absent, they take its default."""
 
 
 def to_call(message: inference_pb2.GenerateRequest, limits: ModelLimits) -> GenerateCall:
@@ -48,13 +71,12 @@ def to_call(message: inference_pb2.GenerateRequest, limits: ModelLimits) -> Gene
     params = message.sampling_params
     sampling_params = _to_sampling_params(params, limits)
     n = params.n if params.HasField("n") else 1
-    check_number(f"{_PARAMS}.n", n, 1, MAX_COMPLETIONS)
+    check_number(f"{_PARAMS}.n", n, Bounds(1, MAX_COMPLETIONS))
     if n > 1 and sampling_params.is_greedy:
         raise InvalidRequest(f"{_PARAMS}.n", f"{n} greedy completions would be equal; raise temperature, or ask for 1")
     max_tokens = params.max_tokens if params.HasField("max_tokens") else None
     if max_tokens is not None:
-        if max_tokens < 1:
-            raise InvalidRequest(f"{_PARAMS}.max_tokens", "must be at least 1, not 0")
+        check_number(f"{_PARAMS}.max_tokens", max_tokens, SAMPLING_BOUNDS["max_tokens"])
         if limits.max_sequence_tokens is not None and max_tokens >= limits.max_sequence_tokens:
             raise ContextTooLong(
                 f"{_PARAMS}.max_tokens",
@@ -130,69 +152,24 @@ def _to_sampling_params(params: sampling_pb2.SamplingParams, limits: ModelLimits
     for name in _UNBUILT:
         if params.HasField(name):
             raise InvalidRequest(f"{_PARAMS}.{name}", "is not served by this build")
-    temperature = _number(params, "temperature", 1.0, 0.0, 2.0)
-    top_p = _number(params, "top_p", 1.0, 0.0, 1.0, is_low_excluded=True)
-    min_p = _number(params, "min_p", 0.0, 0.0, 1.0)
-    repetition_penalty = _number(params, "repetition_penalty", 1.0, 0.0, 2.0, is_low_excluded=True)
-    presence_penalty = _number(params, "presence_penalty", 0.0, -2.0, 2.0)
-    frequency_penalty = _number(params, "frequency_penalty", 0.0, -2.0, 2.0)
-    logprobs = params.logprobs if params.HasField("logprobs") else None
-    if logprobs is not None:
-        check_number(f"{_PARAMS}.logprobs", logprobs, 0, MAX_LOGPROBS)
+    # Counted first: what would take long to look through is refused unread.
     check_count(f"{_PARAMS}.stop", params.stop, MAX_STOP_STRINGS)
     check_texts(f"{_PARAMS}.stop", params.stop, MAX_STOP_BYTES)
-    stop_token_ids = _token_ids(params.stop_token_ids, "stop_token_ids", limits.vocab_size)
-    allowed_token_ids = _token_ids(params.allowed_token_ids, "allowed_token_ids", limits.vocab_size)
-    return SamplingParams(
-        min_tokens=params.min_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=params.top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
+    most_tokens = min(limits.vocab_size, MAX_TOKEN_ENTRIES)
+    check_count(f"{_PARAMS}.stop_token_ids", params.stop_token_ids, most_tokens)
+    check_count(f"{_PARAMS}.logit_bias", params.logit_bias, most_tokens)
+    check_count(f"{_PARAMS}.allowed_token_ids", params.allowed_token_ids, limits.vocab_size)
+    given = {name: getattr(params, name) for name in _PLAIN_FIELDS if params.HasField(name)}
+    result = SamplingParams(
+        **given,
         stop=tuple(dict.fromkeys(params.stop)),
-        stop_token_ids=stop_token_ids,
-        include_stop_str=params.include_stop_str,
-        ignore_eos=params.ignore_eos,
-        logit_bias=_logit_bias(params, limits.vocab_size),
-        allowed_token_ids=allowed_token_ids or None,
-        logprobs=logprobs,
-        skip_special_tokens=params.skip_special_tokens if params.HasField("skip_special_tokens") else True,
-        num_draft_tokens=params.num_draft_tokens if params.HasField("num_draft_tokens") else None,
+        stop_token_ids=frozenset(params.stop_token_ids),
+        logit_bias=dict(params.logit_bias),
+        allowed_token_ids=frozenset(params.allowed_token_ids) or None,
     )
-
-
-def _number(
-    params: sampling_pb2.SamplingParams,
-    name: str,
-    default: float,
-    low: float,
-    high: float,
-    *,
-    is_low_excluded: bool = False,
-) -> float:
-    if not params.HasField(name):
-        return default
-    value: float = getattr(params, name)
-    check_number(f"{_PARAMS}.{name}", value, low, high, is_low_excluded=is_low_excluded)
-    return value
-
-
-def _token_ids(values: Sequence[int], name: str, vocab_size: int) -> frozenset[int]:
-    check_count(f"{_PARAMS}.{name}", values, vocab_size)
-    check_token_ids(f"{_PARAMS}.{name}", values, vocab_size)
-    return frozenset(values)
-
-
-def _logit_bias(params: sampling_pb2.SamplingParams, vocab_size: int) -> dict[int, float]:
-    field = f"{_PARAMS}.logit_bias"
-    check_count(field, params.logit_bias, vocab_size)
-    check_token_ids(field, params.logit_bias, vocab_size)
-    for token_id, bias in params.logit_bias.items():
-        check_number(f"{field}[{token_id}]", bias, -100.0, 100.0)
-    return dict(params.logit_bias)
+    # How many tokens there may be is known when the prompt is; until then it bounds nothing.
+    check_sampling_params(replace(result, max_tokens=INT32_MAX), limits.vocab_size)
+    return result
 
 
 def started_to_proto(started: Started) -> inference_pb2.GenerateResponse:
@@ -246,6 +223,7 @@ def completion_to_proto(index: int, completion: Completion) -> inference_pb2.Gen
         ),
         prefill_worker=completion.prefill_worker or "",
         decode_worker=completion.decode_worker or "",
+        num_attempts=completion.num_attempts,
     )
     if ending.matched_stop_str is not None:
         message.matched_stop_str = ending.matched_stop_str

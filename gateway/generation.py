@@ -16,8 +16,9 @@ from engine.errors import EngineError, ModelNotFound, WorkerUnavailable
 from engine.serving.telemetry import span
 from engine.types import RequestId
 from gateway.admission import Admission
-from gateway.ids import RequestIdMinter
+from gateway.ids import mint_request_ids
 from gateway.output import CompletionOutput
+from gateway.prefill_gate import PrefillGate
 from gateway.prompt import resolve
 from gateway.relay import Relay, RelayLimits
 from gateway.request import CompletionRequest, GenerateCall, ModelLimits
@@ -58,6 +59,7 @@ class GenerationParts:
     pool: WorkerPool
     router: Router
     admission: Admission
+    prefill_gate: PrefillGate
     clock: Clock
 
 
@@ -75,11 +77,11 @@ class Generation:
         self._pool = parts.pool
         self._router = parts.router
         self._admission = parts.admission
+        self._prefill_gate = parts.prefill_gate
         self._clock = parts.clock
         self._max_prompt_bytes = max_prompt_bytes
         self._relay_limits = relay_limits
         self._model_names = tuple(model_names)
-        self._ids = RequestIdMinter()
         self._running: dict[RequestId, list[Relay]] = {}
         self._num_calls = 0
         self._is_draining = False
@@ -133,7 +135,7 @@ class Generation:
             raise WorkerUnavailable("the gateway is draining; retry elsewhere")
         self._num_calls += 1
         self._idle.clear()
-        request_id = self._ids.mint(call.n)
+        request_id = mint_request_ids(call.n)
         try:
             with (
                 structlog.contextvars.bound_contextvars(request_id=request_id),
@@ -243,7 +245,13 @@ class Generation:
             special_token_ids=self._tokenizer.special_token_ids,
         )
         return Relay(
-            request, output, pool=self._pool, router=self._router, limits=self._relay_limits, clock=self._clock
+            request,
+            output,
+            pool=self._pool,
+            router=self._router,
+            gate=self._prefill_gate,
+            limits=self._relay_limits,
+            clock=self._clock,
         )
 
     async def _complete(self, relay: Relay, index: int, sink: Sink) -> None:

@@ -84,6 +84,8 @@ class WorkerLoad:
     num_leases: int = 0
     num_waiting_tokens: int = 0
     is_draining: bool = False
+    is_stalled: bool = False
+    """Its engine step takes longer than it can explain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,13 @@ class SessionLost:
 
 
 @dataclass(frozen=True, slots=True)
+class Stalled:
+    """The worker's engine hangs, or nothing is heard of it. It may come back; told again while it lasts."""
+
+    error: WorkerUnavailable
+
+
+@dataclass(frozen=True, slots=True)
 class AbortRequested:
     """The client called Abort."""
 
@@ -146,4 +155,6 @@ class Interrupted:
     error: EngineError
 
 
-Event: TypeAlias = Reserved | Committed | Exported | Output | Failed | SessionLost | AbortRequested | Interrupted
+Event: TypeAlias = (
+    Reserved | Committed | Exported | Output | Failed | SessionLost | Stalled | AbortRequested | Interrupted
+)

@@ -15,8 +15,21 @@ _PREFIX_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 """Prefix lengths that are remembered: doubling keeps a long prompt at a few entries."""
 
 
-def prefix_keys(token_ids: Sequence[int], cache_salt: str) -> list[int]:
-    """Return one key per remembered prefix length that the prompt fills, shortest first."""
+def prefix_keys(token_ids: Sequence[int], cache_salt: str, common: Sequence[int] = ()) -> list[int]:
+    """Return one key per remembered prefix length that the prompt fills, shortest first.
+
+    Args:
+        token_ids: The prompt.
+        cache_salt: Prefixes under different salts have nothing in common.
+        common: How prompts begin that have nothing but the chat template in common: where a prompt begins so too, that
+            part tells nothing about who holds it, and the lengths count from its end on.
+    """
+    num_common = 0
+    for token_id, common_id in zip(token_ids, common, strict=False):
+        if token_id != common_id:
+            break
+        num_common += 1
+    token_ids = token_ids[num_common:]
     digest = xxhash.xxh3_64(cache_salt.encode())
     keys: list[int] = []
     start = 0

@@ -6,7 +6,7 @@ position, token), another attempt goes on with the very tokens that would have c
 
 from enum import StrEnum
 
-from engine.errors import CapacityError, DeviceError, EngineError, LeaseExpired
+from engine.errors import CapacityError, DeviceError, EngineError, LeaseExpired, StepFailed
 from engine.types import WorkerId
 
 
@@ -21,6 +21,10 @@ class Remedy(StrEnum):
     """Reserve again, with the prompt and what was generated so far."""
     GIVE_UP = "give_up"
     """Tell the client."""
+
+
+MAX_FAILED_STEPS = 2
+"""A request that took part in so many steps that broke an engine is taken for the cause, and tried no more."""
 
 
 def can_retry(error: EngineError) -> bool:
@@ -40,6 +44,7 @@ class Recovery:
         """Number of the current attempt."""
         self.failed_decode: set[WorkerId] = set()
         self.failed_prefill: set[WorkerId] = set()
+        self._num_failed_steps = 0
 
     @property
     def has_attempts_left(self) -> bool:
@@ -60,7 +65,7 @@ class Recovery:
         if is_committed and has_first_token:
             return Remedy.NOTHING
         self.failed_prefill.add(worker_id)
-        if not can_retry(error) or not self.has_attempts_left:
+        if not self._may_retry(error):
             return Remedy.GIVE_UP
         # Decode goes on from a token that nobody else can tell us: only a new attempt brings it.
         return Remedy.RESTART if is_committed else Remedy.SUPERSEDE
@@ -81,12 +86,18 @@ class Recovery:
             self.failed_prefill.add(prefill_worker)
         else:
             self.failed_decode.add(worker_id)
-        if not can_retry(error) or not self.has_attempts_left:
+        if not self._may_retry(error):
             return Remedy.GIVE_UP
         # A full worker is asked again by the client, after the time it named, not by us at once.
         if isinstance(error, CapacityError) and not has_alternative:
             return Remedy.GIVE_UP
         return Remedy.RESTART
+
+    def _may_retry(self, error: EngineError) -> bool:
+        """Count a broken step against the request; a worker that was lost for another reason accuses nobody."""
+        if isinstance(error, StepFailed):
+            self._num_failed_steps += 1
+        return can_retry(error) and self.has_attempts_left and self._num_failed_steps < MAX_FAILED_STEPS
 
     def next_attempt(self) -> int:
         """Begin the next attempt and return its number."""

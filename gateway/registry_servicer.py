@@ -29,7 +29,10 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
         request: registry_pb2.RegisterRequest,
         context: grpc.aio.ServicerContext[registry_pb2.RegisterRequest, registry_pb2.RegisterResponse],
     ) -> registry_pb2.RegisterResponse:
-        """Make a worker known; FAILED_PRECONDITION with the reason where its model or layout does not fit."""
+        """Make a worker known.
+
+        FAILED_PRECONDITION tells why its model or layout does not fit, ALREADY_EXISTS that its name is in use.
+        """
         self._registry.register(_to_info(request))
         interval_ms = round(self._registry.keep_alive_interval_s * 1000)
         return registry_pb2.RegisterResponse(keep_alive_interval_ms=interval_ms)
@@ -41,7 +44,9 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
     ) -> registry_pb2.KeepAliveResponse:
         """Renew a registration; NOT_FOUND asks for a new Register."""
         worker_id, incarnation = WorkerId(request.worker_id), Incarnation(request.incarnation)
-        if not self._registry.keep_alive(worker_id, incarnation, is_draining=request.is_draining):
+        if not self._registry.keep_alive(
+            worker_id, incarnation, is_draining=request.is_draining, is_stalled=request.is_stalled
+        ):
             await context.abort(grpc.StatusCode.NOT_FOUND, f"worker {worker_id} is not registered; register again")
         return registry_pb2.KeepAliveResponse()
 

@@ -1,5 +1,7 @@
 """One completion's life between client and workers: attempts until it ends, its chunks, its timings.
 
+    turn at the gate
+      |
     place -> Reserve -> Reserved -> Prefill or PrefillLocally -> first token -> tokens -> end
                  ^          ^               |                                     |
                  |          +-- Supersede --+ prefill failed                      |
@@ -23,6 +25,7 @@ from gateway.attempt import Attempt
 from gateway.mailbox import Mailbox
 from gateway.messages import AbortRequested, Interrupted
 from gateway.output import CompletionOutput
+from gateway.prefill_gate import PrefillGate, Turn
 from gateway.recovery import Recovery
 from gateway.request import CompletionRequest
 from gateway.response import Completion, Timings, TokenChunk
@@ -57,6 +60,7 @@ class Relay:
         *,
         pool: WorkerPool,
         router: Router,
+        gate: PrefillGate,
         limits: RelayLimits,
         clock: Clock,
     ) -> None:
@@ -64,6 +68,8 @@ class Relay:
         self._output = output
         self._pool = pool
         self._router = router
+        self._gate = gate
+        self._turn: Turn | None = None
         self._limits = limits
         self._clock = clock
         self._mailbox = Mailbox()
@@ -135,11 +141,13 @@ class Relay:
             self._recovery,
             router=self._router,
             mailbox=self._mailbox,
+            on_prefill_over=self._leave_gate,
             local_prefill_max_tokens=self._limits.local_prefill_max_tokens,
             clock=self._clock,
         )
         number = self._recovery.attempt
         with span("gateway.reserve", attempt=number):
+            await self._pass_gate()
             await self._reserve(attempt)
             while not attempt.is_reserved and await self._pump(attempt, emit):
                 pass
@@ -162,6 +170,24 @@ class Relay:
             self._output.restart()
             self._recovery.next_attempt()
         return attempt
+
+    async def _pass_gate(self) -> None:
+        """Wait until the prefill tier can use the prompt; a short one needs no tier."""
+        request = self._request.engine_request
+        num_tokens = len(request.token_ids) + len(self._output.token_ids)
+        if num_tokens <= self._limits.local_prefill_max_tokens:
+            return
+        self._turn = self._gate.enter(
+            num_tokens,
+            priority=request.priority,
+            deadline=self._request.deadline,
+            is_resumed=self._recovery.attempt > 1,
+        )
+        await self._turn.wait()
+
+    def _leave_gate(self) -> None:
+        if self._turn is not None:
+            self._turn.leave()
 
     async def _reserve(self, attempt: Attempt) -> None:
         request = self._request.engine_request
@@ -202,6 +228,7 @@ class Relay:
         await emit(chunk)
 
     def _stop_workers(self) -> None:
+        self._leave_gate()
         if self._attempt is not None:
             self._attempt.let_go()
 

@@ -31,8 +31,14 @@ class AffinityLimits:
 class Router:
     """Places requests. One event loop."""
 
-    def __init__(self, pool: WorkerPool, limits: AffinityLimits | None = None) -> None:
+    def __init__(
+        self, pool: WorkerPool, limits: AffinityLimits | None = None, common_prefix: tuple[int, ...] = ()
+    ) -> None:
+        """Make a router; `common_prefix` is what chats have in common whatever they say, see `prefix_keys`."""
         self._pool = pool
+        self._common_prefix = common_prefix
+        self._placed: dict[WorkerId, int] = {}
+        self._num_placed = 0
         self._limits = limits or AffinityLimits()
         self._decode_affinity = PrefixAffinity(self._limits.capacity)
         self._prefill_affinity = PrefixAffinity(self._limits.capacity)
@@ -75,6 +81,7 @@ class Router:
 
     def forget_worker(self, worker_id: WorkerId) -> None:
         """Drop what affinity knows of a worker that went away: its cache went with it."""
+        self._placed.pop(worker_id, None)
         self._decode_affinity.forget_worker(worker_id)
         self._prefill_affinity.forget_worker(worker_id)
 
@@ -92,14 +99,17 @@ class Router:
     ) -> WorkerSession | None:
         if not candidates:
             return None
-        chosen = min(candidates, key=lambda session: (load(session), session.info.worker_id))
+        # Of equally loaded ones the one that has waited longest: requests that come one by one meet idle workers only.
+        chosen = min(candidates, key=lambda s: (load(s), self._placed.get(s.info.worker_id, 0), s.info.worker_id))
         if self._limits.capacity > 0:
-            keys = prefix_keys(request.token_ids, request.cache_salt)
+            keys = prefix_keys(request.token_ids, request.cache_salt, self._common_prefix)
             known = affinity.preferred(keys)
             for session in candidates:
                 if session.info.worker_id == known and load(session) <= load(chosen) + max_extra_load:
                     chosen = session
             affinity.remember(keys, chosen.info.worker_id)
+        self._num_placed += 1
+        self._placed[chosen.info.worker_id] = self._num_placed
         return chosen
 
 

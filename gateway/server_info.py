@@ -33,6 +33,7 @@ class WorkerStatus:
     load: WorkerLoad
     is_connected: bool
     is_draining: bool
+    is_stalled: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,5 +95,5 @@ class ServerInfo:
     def _status(self, info: WorkerInfo) -> WorkerStatus:
         session = self._pool.session(info.worker_id)
         if session is None:
-            return WorkerStatus(info, WorkerLoad(), is_connected=False, is_draining=False)
-        return WorkerStatus(info, session.load, session.is_open, session.is_draining)
+            return WorkerStatus(info, WorkerLoad(), is_connected=False, is_draining=False, is_stalled=False)
+        return WorkerStatus(info, session.load, session.is_open, session.is_draining, session.is_stalled)

@@ -12,6 +12,7 @@ import structlog
 
 from engine.clock import Clock
 from engine.errors import DeadlineExceeded, InvalidRequest, RequestCancelled
+from engine.request_checks import check_count, check_token_ids
 from gateway.convert import (
     chunk_to_proto,
     completion_to_proto,
@@ -24,7 +25,6 @@ from gateway.generation import Generation
 from gateway.response import Completion, Started, TokenChunk
 from gateway.server_info import ServerInfo
 from gateway.tokenizer import TokenizerService
-from gateway.validation import check_count, check_token_ids
 from kvrelay.v1 import inference_service_pb2 as inference_pb2
 from kvrelay.v1 import inference_service_pb2_grpc
 
@@ -146,6 +146,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
                 num_blocks=worker.info.num_blocks,
                 transports=worker.info.transports,
                 num_leases=worker.load.num_leases,
+                is_stalled=worker.is_stalled,
             )
             for worker in cluster.workers
         ]

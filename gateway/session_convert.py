@@ -53,6 +53,8 @@ class Ready:
 
     worker_id: WorkerId
     incarnation: Incarnation
+    lease_ttl_s: float = 0.0
+    """How long a reservation lives there without news; 0 = no decode worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,10 @@ class SessionCodec(Protocol):
 
     def encode_abort(self, request_ids: Iterable[RequestId]) -> OutMessage:
         """Return the message that ends requests."""
+        ...
+
+    def encode_renew(self, request_ids: Iterable[RequestId]) -> OutMessage | None:
+        """Return the message that keeps reservations; None where the tier has none."""
         ...
 
     def encode_peers(self, peers: Sequence[TransferPeer]) -> OutMessage | None:
@@ -121,6 +127,10 @@ class DecodeCodec:
         """Return the message that ends requests."""
         return decode_pb2.DecodeServiceSessionRequest(abort=session_pb2.AbortCommand(request_ids=request_ids))
 
+    def encode_renew(self, request_ids: Iterable[RequestId]) -> OutMessage | None:
+        """Return the message that keeps reservations."""
+        return decode_pb2.DecodeServiceSessionRequest(renew=decode_pb2.RenewCommand(request_ids=request_ids))
+
     def encode_peers(self, peers: Sequence[TransferPeer]) -> OutMessage | None:
         """Return None: decode sends KV to nobody."""
         return None
@@ -144,7 +154,7 @@ class DecodeCodec:
             case "load":
                 return _load(message.load)
             case "ready":
-                return Ready(WorkerId(message.ready.worker_id), Incarnation(message.ready.incarnation))
+                return _ready(message.ready)
             case _:
                 return RequestEvents(())
 
@@ -175,6 +185,10 @@ class PrefillCodec:
         """Return the message that ends requests."""
         return prefill_pb2.PrefillServiceSessionRequest(abort=session_pb2.AbortCommand(request_ids=request_ids))
 
+    def encode_renew(self, request_ids: Iterable[RequestId]) -> OutMessage | None:
+        """Return None: nothing is reserved on this tier."""
+        return None
+
     def encode_peers(self, peers: Sequence[TransferPeer]) -> OutMessage | None:
         """Return the list of decode workers that KV may be sent to."""
         entries = [
@@ -201,9 +215,13 @@ class PrefillCodec:
             case "load":
                 return _load(message.load)
             case "ready":
-                return Ready(WorkerId(message.ready.worker_id), Incarnation(message.ready.incarnation))
+                return _ready(message.ready)
             case _:
                 return RequestEvents(())
+
+
+def _ready(message: session_pb2.SessionReady) -> Ready:
+    return Ready(WorkerId(message.worker_id), Incarnation(message.incarnation), message.lease_ttl_ms / 1000)
 
 
 def _timeout_ms(deadline: float | None, now: float) -> int:
@@ -249,4 +267,5 @@ def _load(message: session_pb2.WorkerLoad) -> WorkerLoad:
         num_leases=message.num_leases,
         num_waiting_tokens=message.num_waiting_tokens,
         is_draining=message.is_draining,
+        is_stalled=message.is_stalled,
     )

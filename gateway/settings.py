@@ -23,6 +23,12 @@ class GatewaySettings(RoleSettings):
     local_prefill_max_tokens: int = Field(
         16, ge=0, description="an uncached prompt rest of at most this many tokens is prefilled by decode itself"
     )
+    max_prefill_tokens: int = Field(
+        8_192,
+        ge=1,
+        description="prompt tokens that each prefill worker gets ahead; prompts beyond it wait here, where they hold no"
+        " KV blocks",
+    )
     max_attempts: int = Field(3, ge=1, description="most attempts at a request when workers fail")
     worker_wait_s: float = Field(
         5.0, ge=0, allow_inf_nan=False, description="how long another attempt waits for a decode worker to come back"
@@ -38,6 +44,13 @@ class GatewaySettings(RoleSettings):
     )
     session_ready_timeout_s: float = Field(
         10.0, gt=0, allow_inf_nan=False, description="longest wait for a worker's greeting on a new session"
+    )
+    worker_silence_s: float = Field(
+        5.0,
+        gt=1,
+        allow_inf_nan=False,
+        description="how long nothing may be heard of a worker, which reports every second, before others take over its"
+        " requests",
     )
     prefix_affinity_entries: int = Field(
         65_536, ge=0, description="prompt prefixes whose worker is remembered per tier; 0 turns affinity off"

@@ -6,8 +6,10 @@ Owns which work leaves the event loop. What the tokens mean is in `engine/text`.
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from typing import TypeVar
 
+from engine.errors import InvalidRequest
 from engine.text.stream import TextStream
 from engine.text.tokenizer import Tokenizer
 from engine.types import SamplingParams
@@ -54,6 +56,17 @@ class TokenizerService:
                 size = sum(len(message.role) + len(message.content) for message in messages)
                 return tuple(await self._run(size, lambda: self._tokenizer.encode_chat(turns, add_generation_prompt)))
 
+    def common_prefix(self) -> tuple[int, ...]:
+        """Return the tokens that every chat begins with, whatever its user says: the template's own."""
+        if not self.has_chat_template:
+            return ()
+        try:
+            first, second = (self._tokenizer.encode_chat([("user", text)]) for text in ("a", "Why?"))
+        except InvalidRequest:
+            return ()  # a template that wants more than one user's turn
+        pairs = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+        return tuple(token_id for token_id, _ in pairs)
+
     async def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token sequences that write these words, at the start of a text and after a space."""
 
@@ -71,7 +84,9 @@ class TokenizerService:
 
     def text_stream(self, params: SamplingParams) -> TextStream:
         """Return what turns one completion's tokens into text."""
-        return TextStream(self._tokenizer, params.stop, params.include_stop_str, params.skip_special_tokens)
+        return TextStream(
+            self._tokenizer, params.stop, params.include_stop_str, params.skip_special_tokens, params.min_tokens
+        )
 
     def close(self) -> None:
         """End the threads; work that has begun is finished first."""

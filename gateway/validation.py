@@ -1,44 +1,12 @@
-"""Checks of single fields: each names the proto path of what is wrong and what would be right. Knows no protos.
+"""Checks of prompts and texts: each names the proto path of what is wrong and what would be right. Knows no protos.
 
-Used by `convert.py`, which reads the fields.
+Used by `convert.py`, which reads the fields. Those of sampling fields are in `engine/request_checks.py`.
 """
 
-import math
-from collections.abc import Collection, Iterable, Sized
+from collections.abc import Iterable
 
 from engine.errors import ContextTooLong, InvalidRequest
 from gateway.request import ChatMessage, ModelLimits
-
-
-def check_number(field: str, value: float, low: float, high: float, *, is_low_excluded: bool = False) -> None:
-    """Refuse NaN, infinities, and what lies outside [low, high], or (low, high].
-
-    Raises:
-        InvalidRequest: it does.
-    """
-    bracket = "(" if is_low_excluded else "["
-    if not math.isfinite(value) or value > high or value < low or (is_low_excluded and value == low):
-        raise InvalidRequest(field, f"must be in {bracket}{low:g}, {high:g}], not {value:g}")
-
-
-def check_token_ids(field: str, token_ids: Collection[int], vocab_size: int) -> None:
-    """Refuse ids the model does not have.
-
-    Raises:
-        InvalidRequest: one is not below `vocab_size`.
-    """
-    if len(token_ids) > 0 and (highest := max(token_ids)) >= vocab_size:
-        raise InvalidRequest(field, f"token ids must be below {vocab_size}, not {highest}")
-
-
-def check_count(field: str, values: Sized, most: int) -> None:
-    """Refuse a list that is too long.
-
-    Raises:
-        InvalidRequest: it has more than `most` entries.
-    """
-    if len(values) > most:
-        raise InvalidRequest(field, f"at most {most} entries, not {len(values)}")
 
 
 def check_texts(field: str, texts: Iterable[str], max_bytes: int) -> None:

@@ -36,6 +36,7 @@ class WorkerPool:
         self._changed = asyncio.Event()
         self._is_closed = False
         registry.subscribe(self.reconcile)
+        registry.ask_for_connections(self._is_connected)
 
     def subscribe(self, listener: Callable[[], None]) -> None:
         """Call `listener` whenever a session opens, ends, or starts to drain; it must not wait."""
@@ -85,6 +86,7 @@ class WorkerPool:
                 self._sessions[worker_id].start()
             session = self._sessions[worker_id]
             session.is_drain_announced = self._registry.is_draining(worker_id)
+            session.is_stall_announced = self._registry.is_stalled(worker_id)
             session.announce_peers()
         self._session_changed()
 
@@ -106,6 +108,10 @@ class WorkerPool:
             TransferPeer(info.worker_id, info.incarnation, info.transfer_addresses, info.layout)
             for info in self._registry.workers(WorkerRole.DECODE)
         ]
+
+    def _is_connected(self, worker_id: WorkerId) -> bool:
+        session = self._sessions.get(worker_id)
+        return session is not None and session.is_open and not session.is_stalled
 
     def _session_changed(self) -> None:
         self._changed.set()

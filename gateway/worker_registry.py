@@ -11,7 +11,7 @@ import structlog
 
 from engine.cache.layout import KvLayout
 from engine.clock import Clock
-from engine.errors import InvalidRequest, LayoutMismatch
+from engine.errors import InvalidRequest, LayoutMismatch, NameTaken
 from engine.types import Incarnation, WorkerId
 
 _log = structlog.get_logger(__name__)
@@ -58,6 +58,7 @@ class _Entry:
     info: WorkerInfo
     last_seen: float
     is_draining: bool = False
+    is_stalled: bool = False
 
 
 class WorkerRegistry:
@@ -72,6 +73,7 @@ class WorkerRegistry:
         self._clock = clock
         self._entries: dict[WorkerId, _Entry] = {}
         self._listeners: list[Callable[[], None]] = []
+        self._is_connected: Callable[[WorkerId], bool] = lambda worker_id: False
         self._last_check = clock.now()
         self.keep_alive_interval_s = keep_alive_interval_s
 
@@ -79,16 +81,27 @@ class WorkerRegistry:
         """Call `listener` after every change; it reads what it needs from the registry and must not wait."""
         self._listeners.append(listener)
 
+    def ask_for_connections(self, is_connected: Callable[[WorkerId], bool]) -> None:
+        """Use `is_connected` to tell a worker that lives from one whose process is gone."""
+        self._is_connected = is_connected
+
     def register(self, info: WorkerInfo) -> None:
-        """Make a worker known, or replace what is known under its id (a restart has a new incarnation).
+        """Make a worker known, or replace a process that is gone under its id (a restart has a new incarnation).
 
         Raises:
             InvalidRequest: a field is unusable.
+            NameTaken: another process lives under the id.
             LayoutMismatch: its model or KV layout does not fit the cluster.
         """
         _check_fields(info)
         self._check_fits(info)
         known = self._entries.get(info.worker_id)
+        is_other = known is not None and known.info.incarnation != info.incarnation
+        if known is not None and is_other and self._is_connected(info.worker_id):
+            raise NameTaken(
+                f"worker {info.worker_id} runs already, at {known.info.address}; give this one another --worker-id, or"
+                " stop the other one"
+            )
         self._entries[info.worker_id] = _Entry(info, self._clock.now())
         if known is None or known.info != info or known.is_draining:
             _log.info(
@@ -102,7 +115,9 @@ class WorkerRegistry:
             )
             self._changed()
 
-    def keep_alive(self, worker_id: WorkerId, incarnation: Incarnation, *, is_draining: bool) -> bool:
+    def keep_alive(
+        self, worker_id: WorkerId, incarnation: Incarnation, *, is_draining: bool, is_stalled: bool = False
+    ) -> bool:
         """Renew a registration; False asks the worker to register (again)."""
         entry = self._entries.get(worker_id)
         if entry is None or entry.info.incarnation != incarnation:
@@ -111,6 +126,10 @@ class WorkerRegistry:
         if entry.is_draining != is_draining:
             entry.is_draining = is_draining
             _log.info("worker.drain_changed", worker_id=worker_id, is_draining=is_draining)
+            self._changed()
+        if entry.is_stalled != is_stalled:
+            entry.is_stalled = is_stalled
+            _log.warning("worker.stall_changed", worker_id=worker_id, is_stalled=is_stalled)
             self._changed()
         return True
 
@@ -148,6 +167,11 @@ class WorkerRegistry:
         """Return the registered workers of a tier (None: of both), sorted by id."""
         infos = (entry.info for entry in self._entries.values())
         return tuple(sorted((info for info in infos if role in (None, info.role)), key=lambda info: info.worker_id))
+
+    def is_stalled(self, worker_id: WorkerId) -> bool:
+        """Whether the worker said that its engine hangs."""
+        entry = self._entries.get(worker_id)
+        return entry is not None and entry.is_stalled
 
     def is_draining(self, worker_id: WorkerId) -> bool:
         """Whether the worker said that it takes no new requests."""

@@ -11,7 +11,7 @@ import contextvars
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 import grpc.aio
@@ -22,13 +22,18 @@ from engine.errors import CapacityError, EngineError, WorkerUnavailable
 from engine.serving.options import channel_options
 from engine.serving.status import from_rpc_error
 from engine.types import RequestId
+from gateway.liveness import Liveness
 from gateway.mailbox import Mailbox
-from gateway.messages import Command, Prefill, Reserve, SessionLost, TransferPeer, WorkerLoad
+from gateway.messages import Command, Event, Prefill, Reserve, SessionLost, Stalled, TransferPeer, WorkerLoad
 from gateway.session_convert import DecodeCodec, OutMessage, PrefillCodec, Ready, SessionCall, SessionCodec
 from gateway.worker_registry import WorkerInfo, WorkerRole
 
 _log = structlog.get_logger(__name__)
 
+LOOK_INTERVAL_S = 0.5
+"""How often a session is looked at: whether its worker hangs, whether leases want renewal."""
+RENEWAL_SHARE = 0.25
+"""Leases are renewed after this share of their time to live."""
 _LAST_WORDS_S = 1.0
 """Wait for the stream's status after a failed write: the write itself may report INTERNAL (grpc issue 36066)."""
 
@@ -39,6 +44,8 @@ class SessionLimits:
 
     ready_timeout_s: float = 10.0
     """Longest wait for a worker's greeting."""
+    silence_s: float = 5.0
+    """How long nothing may be heard of a worker before others are used; a live one reports every second."""
     max_queued_commands: int = 1024
     """Most commands waiting to be written; beyond it requests are refused."""
     min_backoff_s: float = 0.05
@@ -74,6 +81,8 @@ class WorkerSession:
         """Whether the worker has greeted and commands can be sent."""
         self.is_drain_announced = False
         """Whether the registry says that the worker drains."""
+        self.is_stall_announced = False
+        """Whether the registry says that the worker's engine hangs."""
         self.num_outstanding_tokens = 0
         """Tokens of all attached requests."""
         self._codec: SessionCodec = DecodeCodec() if info.role is WorkerRole.DECODE else PrefillCodec()
@@ -85,6 +94,11 @@ class WorkerSession:
         self._commands: deque[tuple[RequestId, OutMessage]] = deque()
         self._aborts: dict[RequestId, None] = {}
         self._has_new_peers = True
+        self._awaiting_prefill: set[RequestId] = set()
+        self._is_renewal_due = False
+        self._lease_ttl_s = 0.0
+        self._liveness = Liveness(0.0, limits.silence_s, LOOK_INTERVAL_S)
+        self._is_silent = False
         self._num_unreported_blocks = 0
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -94,12 +108,17 @@ class WorkerSession:
     @property
     def is_usable(self) -> bool:
         """Whether new requests may be placed here."""
-        return self.is_open and not self.is_draining
+        return self.is_open and not self.is_draining and not self.is_stalled
 
     @property
     def is_draining(self) -> bool:
         """Whether the worker takes no new requests."""
         return self.is_drain_announced or self.load.is_draining
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the worker's engine hangs, or nothing is heard of it; it may come back."""
+        return self._is_silent or self.is_stall_announced or self.load.is_stalled
 
     @property
     def num_requests(self) -> int:
@@ -126,9 +145,17 @@ class WorkerSession:
 
     def detach(self, request_id: RequestId) -> None:
         """Forget a request; its later events are dropped. Unknown ones are ignored."""
+        self.keep_reservation(request_id, is_kept=False)
         attached = self._requests.pop(request_id, None)
         if attached is not None:
             self.num_outstanding_tokens -= attached.num_tokens
+
+    def keep_reservation(self, request_id: RequestId, *, is_kept: bool) -> None:
+        """Renew an attached request's lease from now on, because its prefill waits elsewhere; or stop doing so."""
+        if is_kept and request_id in self._requests:
+            self._awaiting_prefill.add(request_id)
+        else:
+            self._awaiting_prefill.discard(request_id)
 
     def send(self, command: Command) -> None:
         """Queue a command; never waits.
@@ -205,6 +232,7 @@ class WorkerSession:
             loop = asyncio.get_running_loop()
             reader = loop.create_task(self._read(call), name=f"session read {self.info.worker_id}")
             writer = loop.create_task(self._write(call), name=f"session write {self.info.worker_id}")
+            watch = loop.create_task(self._watch(), name=f"session watch {self.info.worker_id}")
             try:
                 done, _ = await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
                 if reader not in done:
@@ -213,8 +241,9 @@ class WorkerSession:
             finally:
                 reader.cancel()
                 writer.cancel()
+                watch.cancel()
                 call.cancel()
-                await asyncio.gather(reader, writer, return_exceptions=True)
+                await asyncio.gather(reader, writer, watch, return_exceptions=True)
 
     def _reason(self, reader: "asyncio.Task[None]", writer: "asyncio.Task[None]") -> EngineError:
         # A write to a stream that is over fails too; why it is over is for the reader to tell.
@@ -233,7 +262,9 @@ class WorkerSession:
 
     async def _read(self, call: SessionCall) -> None:
         async with asyncio.timeout(self._limits.ready_timeout_s) as ready_timer:
+            loop = asyncio.get_running_loop()
             while (message := await call.read()) is not grpc.aio.EOF:
+                self._liveness.heard(loop.time())
                 incoming = self._codec.decode(message)
                 if isinstance(incoming, Ready):
                     self._greet(incoming)
@@ -245,6 +276,27 @@ class WorkerSession:
                         attached = self._requests.get(request_id)
                         if attached is not None:
                             attached.mailbox.post(self.info.worker_id, event)
+
+    async def _watch(self) -> None:
+        """Tell requests while their worker hangs, and keep the reservations of those whose prefill waits."""
+        loop = asyncio.get_running_loop()
+        self._liveness = Liveness(loop.time(), self._limits.silence_s, LOOK_INTERVAL_S)
+        renewed_at, was_stalled = loop.time(), False
+        while True:
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            now = loop.time()
+            self._is_silent = self.is_open and self._liveness.is_silent(now)
+            if self.is_stalled != was_stalled:
+                was_stalled = self.is_stalled
+                log = _log.warning if was_stalled else _log.info
+                log("session.stalled" if was_stalled else "session.moves_again", worker_id=self.info.worker_id)
+                self._on_change()
+            if was_stalled:
+                self._post_all(Stalled(WorkerUnavailable(f"worker {self.info.worker_id} does not answer")))
+            if self._awaiting_prefill and now - renewed_at >= self._lease_ttl_s * RENEWAL_SHARE:
+                renewed_at = now
+                self._is_renewal_due = True
+                self._wake.set()
 
     async def _write(self, call: SessionCall) -> None:
         self._has_new_peers = True
@@ -265,6 +317,11 @@ class WorkerSession:
         if self._aborts:
             request_ids, self._aborts = self._aborts, {}
             return self._codec.encode_abort(request_ids)
+        if self._is_renewal_due:
+            self._is_renewal_due = False
+            message = self._codec.encode_renew(self._awaiting_prefill)
+            if message is not None:
+                return message
         return self._commands.popleft()[1] if self._commands else None
 
     def _greet(self, ready: Ready) -> None:
@@ -274,6 +331,7 @@ class WorkerSession:
                 f"at {self.info.address} answers {ready.worker_id}, not this incarnation of {self.info.worker_id}"
             )
         self.is_open = True
+        self._lease_ttl_s = ready.lease_ttl_s
         _log.info("session.opened", worker_id=self.info.worker_id, worker_role=self.info.role.value)
         self._on_change()
 
@@ -284,13 +342,19 @@ class WorkerSession:
         if is_changed:
             self._on_change()
 
+    def _post_all(self, event: Event) -> None:
+        for attached in self._requests.values():
+            attached.mailbox.post(self.info.worker_id, event)
+
     def _lose(self, reason: str) -> None:
         was_open, self.is_open = self.is_open, False
+        self._is_silent = False
+        self.load = replace(self.load, is_stalled=False)  # its next session tells
         self._commands.clear()
         self._aborts.clear()
-        lost, self._requests = self._requests, {}
+        self._awaiting_prefill.clear()
+        self._post_all(SessionLost(WorkerUnavailable(reason)))
+        self._requests.clear()
         self.num_outstanding_tokens = self._num_unreported_blocks = 0
-        for attached in lost.values():
-            attached.mailbox.post(self.info.worker_id, SessionLost(WorkerUnavailable(reason)))
         if was_open:
             self._on_change()

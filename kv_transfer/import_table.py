@@ -147,6 +147,11 @@ class ImportTable:
         self._held.update(block_ids)
         return self._handle(entry, lease)
 
+    def has_begun(self, lease_id: LeaseId) -> bool:
+        """Whether KV of the present attempt has come."""
+        entry = self._imports.get(lease_id)
+        return entry is not None and entry.attempt.num_frames > 0
+
     def supersede(self, lease_id: LeaseId) -> KvHandle:
         """See `Importer.supersede`."""
         lease = self._leases.supersede(lease_id)

@@ -137,8 +137,13 @@ class Importer:
         return self._table.reserve(block_ids, start_token, num_tokens, session_id, ttl_s)
 
     def keep_alive(self, lease_id: LeaseId) -> None:
-        """Restart a lease's time. Raises `LeaseExpired` or `LeaseUnknown`."""
-        self._leases.keep_alive(lease_id)
+        """Restart a lease's time on behalf of a writer that waits for its turn.
+
+        Does nothing once KV has come: from then on only frames are news, or a writer that got stuck would never be
+        noticed. Raises `LeaseExpired` or `LeaseUnknown`.
+        """
+        if not self._table.has_begun(lease_id):
+            self._leases.keep_alive(lease_id)
 
     def supersede(self, lease_id: LeaseId) -> KvHandle:
         """Fence the present attempt and return a handle for the next one, into the same blocks.

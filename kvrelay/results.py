@@ -90,6 +90,8 @@ class Complete:
     timings: Timings
     prefill_worker: str
     decode_worker: str
+    num_attempts: int
+    """Tries that it took; more than 1 when workers failed and it was resumed."""
 
 
 Event: TypeAlias = Started | Chunk | Complete
@@ -222,6 +224,7 @@ def _complete_from_proto(message: pb.GenerateComplete) -> Complete:
         timings=Timings(**_fields(Timings, timings)),
         prefill_worker=message.prefill_worker,
         decode_worker=message.decode_worker,
+        num_attempts=message.num_attempts,
     )
 
 

@@ -39,12 +39,17 @@ class PrefillJob:
             self._export.layer_ready(layer, num_tokens, block_ids)
 
     def on_output(self, output: SequenceOutput) -> None:
-        """Take the first token."""
-        if not self._first_output.done():
+        """Take the first token, or why there is none."""
+        if output.error is not None:
+            self._stop_waiting(output.error)
+        elif not self._first_output.done():
             self._first_output.set_result(output)
 
     def _on_export_failed(self, error: EngineError) -> None:
-        """Stop waiting for the first token: nobody would take over what is being computed."""
+        """Nobody would take over what is being computed."""
+        self._stop_waiting(error)
+
+    def _stop_waiting(self, error: EngineError) -> None:
         if not self._first_output.done():
             self._first_output.set_exception(error)
             self._first_output.exception()  # a job that is being aborted never asks for it

@@ -5,7 +5,7 @@ export's end follows. A session that ends takes its jobs with it.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 
 import grpc.aio
 import structlog
@@ -22,7 +22,7 @@ from kvrelay.wire.requests import engine_request_from_proto
 from prefill_service import convert
 from prefill_service.job import PrefillJob
 from worker.kv_handle import kv_handle_from_proto
-from worker.load_reporter import report_load
+from worker.load_reporter import LoadReporter
 from worker.outbox import Outbox
 from worker.output_router import OutputRouter, Route
 from worker.session import new_session_id, request_error, session_events
@@ -114,7 +114,8 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     async def open(self) -> None:
         """Start reporting the load."""
-        self._context.spawn(report_load(self.read_load, lambda: self._sessions.values()), "load_reporter")
+        reporter = LoadReporter(self.read_load, self._context.watch, lambda: self._sessions.values())
+        self._context.spawn(reporter.run(), "load_reporter")
 
     def deliver(self, outputs: list[SequenceOutput]) -> None:
         """Take a step's outputs on the engine's thread."""
@@ -124,6 +125,17 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
         """Return the load now."""
         load = await self._context.engine_loop.call(lambda engine: engine.load())
         return load_to_proto(load, num_queued=0, num_leases=0, is_draining=self._is_draining)
+
+    def break_off(self, request_ids: Collection[RequestId], error: EngineError) -> None:
+        """See `TierService.break_off`."""
+        self._is_draining = True
+        for request_id in request_ids:
+            running = self._running.get(request_id)
+            if running is not None:
+                event = request_error(request_id, running.job.attempt, error)
+                running.session.outbox.put(convert.error_event(event))
+        for session in self._sessions.values():
+            session.outbox.close()
 
     def start_drain(self) -> None:
         """Refuse new requests."""
@@ -179,7 +191,7 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
                 self._start(session, command.prefill)
             case "abort":
                 running = [self._running.get(RequestId(request_id)) for request_id in command.abort.request_ids]
-                self._abort([entry for entry in running if entry is not None])
+                self._abort([entry for entry in running if entry is not None and entry.session is session])
             case unknown:
                 _log.warning("session.unknown_command", command=unknown)
 
@@ -199,7 +211,7 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
             request = engine_request_from_proto(message)
             handle = kv_handle_from_proto(command.kv_handle, len(request.token_ids))
             job = PrefillJob(request, handle, attempt, message.traceparent)
-        except EngineError as error:
+        except Exception as error:
             session.outbox.put(convert.error_event(request_error(request_id, attempt, error)))
             return
         timeout_s = message.timeout_ms / 1000 if message.timeout_ms else None

@@ -104,6 +104,9 @@ class FakeSession:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+HEARTBEAT_S = 0.25
+
+
 class FakeWorker(abc.ABC):
     """Server, registration and session life of both tiers."""
 
@@ -119,6 +122,10 @@ class FakeWorker(abc.ABC):
         self.num_blocks = 1024
         self.vocab_size = 49_152
         self.address = ""
+        self.is_silent = False
+        """Sends nothing of its own accord any more."""
+        self.is_stalled = False
+        """Says that its engine hangs."""
         self.commands: list[Any] = []
         """Every command received, oldest first."""
         self.aborted: list[int] = []
@@ -186,6 +193,7 @@ class FakeWorker(abc.ABC):
         )
         try:
             session.spawn(self._take_commands(requests, session))
+            session.spawn(self._report(session, response))
             while (event := await session.events.get()) is not None:
                 await context.write(event)
             await session.end_tasks()  # reading from an aborted call is an error
@@ -193,6 +201,16 @@ class FakeWorker(abc.ABC):
         finally:
             self.sessions.discard(session)
             await session.end_tasks()
+
+    async def _report(self, session: FakeSession, response: Any) -> None:
+        """Give a sign of life as often as workers do, unless the script has it freeze."""
+        while True:
+            if not self.is_silent:
+                load = session_pb2.WorkerLoad(
+                    num_free_blocks=self.num_blocks, num_blocks=self.num_blocks, is_stalled=self.is_stalled
+                )
+                session.events.put_nowait(response(load=load))
+            await asyncio.sleep(HEARTBEAT_S)
 
     async def _take_commands(self, requests: AsyncIterator[Any], session: FakeSession) -> None:
         async for message in requests:

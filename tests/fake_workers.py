@@ -55,6 +55,8 @@ class FakeDecodeWorker(FakeWorker, decode_service_pb2_grpc.DecodeServiceServicer
         """Ends its sessions instead of sending the token with this index, once."""
         self.sends_duplicates = False
         self.commits: list[int] = []
+        self.renewed: list[int] = []
+        """Request ids of all renewals received."""
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Add DecodeService."""
@@ -68,7 +70,10 @@ class FakeDecodeWorker(FakeWorker, decode_service_pb2_grpc.DecodeServiceServicer
             self.leases = {rid: lease for rid, lease in self.leases.items() if lease.session in self.sessions}
 
     def take(self, kind: str, command: Any, session: FakeSession) -> None:
-        """Act on reserve, supersede and prefill_locally."""
+        """Act on reserve, supersede, prefill_locally and renew."""
+        if kind == "renew":
+            self.renewed.extend(command.request_ids)
+            return
         if kind == "reserve":
             self.start_work(command.request.request_id, self._reserve(command.request, session), session)
             return

@@ -30,6 +30,7 @@ from kvrelay.v1 import (
 from kvrelay.wire.layout import layout_to_proto
 from kvrelay.wire.requests import engine_request_to_proto, output_from_proto
 from prefill_service.servicer import LayerListener, PrefillServicer
+from worker.step_watch import StepWatch
 from worker.tier import TierService, WorkerContext
 from worker.transports import make_transports, required_scheme
 
@@ -120,7 +121,7 @@ async def _run_worker(
         tiers[0].deliver(outputs)
 
     failures: list[BaseException] = []
-    engine_loop = EngineLoop(make_engine, deliver, failures.append)
+    engine_loop = EngineLoop(make_engine, deliver, lambda error, request_ids: failures.append(error))
     async with ServiceServer() as server:
         server.bind()
         await engine_loop.start()
@@ -133,6 +134,7 @@ async def _run_worker(
             kv_cache.layout,
             server.address,
             server.create_task,
+            StepWatch(lambda: engine_loop.step_age_s, 5.0, None, lambda is_stalled: None),
         )
         tier = make_tier(context)
         tiers.append(tier)

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import structlog
 
 from engine.engine import Engine, ExportListener
-from engine.errors import EngineError
+from engine.errors import EngineError, StepFailed
 from engine.loop import EngineLoop
 from engine.model.source import resolve_model
 from engine.serving.heap import freeze_start_up
 from engine.serving.server import ServiceServer
 from engine.serving.telemetry import configure_logging, configure_tracing, shutdown_tracing
-from engine.types import Incarnation, SequenceOutput, WorkerId
+from engine.types import Incarnation, RequestId, SequenceOutput, WorkerId
 from kvrelay.v1 import registry_service_pb2, worker_service_pb2, worker_service_pb2_grpc
 from kvrelay.wire.layout import layout_to_proto
 from worker.advertise import advertised_host
@@ -21,6 +21,7 @@ from worker.bootstrap import build_engine
 from worker.priority import share_cores
 from worker.registration import Registration
 from worker.settings import WorkerSettings
+from worker.step_watch import StepWatch
 from worker.tier import TierService, WorkerContext
 from worker.worker_servicer import WorkerServicer
 
@@ -55,6 +56,7 @@ class WorkerProcess:
         self._make_tier = make_tier
         self._export_listener = export_listener
         self._tier: TierService | None = None
+        self._registration: Registration | None = None
         self._is_draining = False
 
     async def run(self) -> int:
@@ -67,7 +69,7 @@ class WorkerProcess:
             engine_loop = EngineLoop(self._build_engine, self._deliver, self._fatal_handler(server))
             try:
                 await engine_loop.start()
-                context = await self._context(server, engine_loop)
+                context = await self._context(server, engine_loop, self._watch(server, engine_loop))
                 tier = self._tier = self._make_tier(context)
                 return await self._serve(server, context, tier)
             finally:
@@ -80,7 +82,11 @@ class WorkerProcess:
         tier.add_to(server.grpc_server)
         worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(
             WorkerServicer(
-                context.engine_loop, info, tier.read_load, lambda: self._drain(tier), self._settings.drain_timeout_s
+                context.engine_loop,
+                info,
+                tier.read_load,
+                (lambda: self._drain(tier)) if self._settings.worker_control else None,
+                self._settings.drain_timeout_s,
             ),
             server.grpc_server,
         )
@@ -89,9 +95,13 @@ class WorkerProcess:
         await server.start()
         server.health.set_serving(self._service_name)
         server.health.set_serving(WORKER_SERVICE)
-        registration = Registration(
-            self._settings.gateway, self._register_request(context, tier, info), lambda: self._is_draining
+        registration = self._registration = Registration(
+            self._settings.gateway,
+            self._register_request(context, tier, info),
+            lambda: self._is_draining,
+            context.watch,
         )
+        server.create_task(context.watch.run(), "step_watch")
         server.create_task(registration.run(), "registration")
         _log.info(
             "worker.ready",
@@ -104,7 +114,7 @@ class WorkerProcess:
         )
 
         async def drain() -> None:
-            registration.announce_drain()
+            registration.report_now()
             await self._drain(tier)
 
         try:
@@ -132,18 +142,35 @@ class WorkerProcess:
         if self._tier is not None:
             self._tier.deliver(outputs)
 
-    @staticmethod
-    def _fatal_handler(server: ServiceServer) -> Callable[[BaseException], None]:
+    def _fatal_handler(self, server: ServiceServer) -> Callable[[BaseException, tuple[RequestId, ...]], None]:
         loop = asyncio.get_running_loop()
 
-        def on_fatal(error: BaseException) -> None:
+        def break_off(error: BaseException, request_ids: tuple[RequestId, ...]) -> None:
+            if self._tier is not None:
+                self._tier.break_off(request_ids, StepFailed(f"an engine step failed: {type(error).__name__}"))
+            server.request_stop(exit_code=1)
+
+        def on_fatal(error: BaseException, request_ids: tuple[RequestId, ...]) -> None:
             # The device's state is unknown after a failed step: stop, and let the supervisor start a fresh process.
+            # What ran here must not wait for that, so the sessions end before the drain begins.
             if not loop.is_closed():
-                loop.call_soon_threadsafe(server.request_stop, 1)
+                loop.call_soon_threadsafe(break_off, error, request_ids)
 
         return on_fatal
 
-    async def _context(self, server: ServiceServer, engine_loop: EngineLoop) -> WorkerContext:
+    def _watch(self, server: ServiceServer, engine_loop: EngineLoop) -> StepWatch:
+        def on_change(is_stalled: bool) -> None:
+            tell = server.health.set_not_serving if is_stalled else server.health.set_serving
+            tell(self._service_name)
+            if self._registration is not None:
+                self._registration.report_now()
+
+        settings = self._settings
+        return StepWatch(
+            lambda: engine_loop.step_age_s, settings.step_stall_s, settings.step_limit_s or None, on_change
+        )
+
+    async def _context(self, server: ServiceServer, engine_loop: EngineLoop, watch: StepWatch) -> WorkerContext:
         settings = self._settings
         role = "prefill" if self._role == registry_service_pb2.WORKER_ROLE_PREFILL else "decode"
         kv_cache = await engine_loop.call(lambda engine: engine.kv_cache)
@@ -157,6 +184,7 @@ class WorkerProcess:
             layout=kv_cache.layout,
             address=f"[{host}]:{server.port}" if ":" in host else f"{host}:{server.port}",
             spawn=server.create_task,
+            watch=watch,
         )
 
     async def _model_info(self, context: WorkerContext) -> worker_service_pb2.GetModelInfoResponse:

@@ -28,8 +28,8 @@ class Route:
     sink: OutputSink
     attempt: int
     """Goes into each output, so that the gateway can tell attempts apart."""
-    on_output: Callable[[SequenceOutput], None] | None = None
-    """Called for each output once it is on its way; must not raise."""
+    on_output: Callable[[SequenceOutput], None]
+    """Called for each output once it is on its way, and instead of that for an error; must not raise."""
 
 
 class OutputRouter:
@@ -67,11 +67,12 @@ class OutputRouter:
             route = self._routes.get(output.request_id)
             if route is None:
                 continue
-            if output.finish_reason is not None:
+            if output.has_ended:
                 del self._routes[output.request_id]
+            observed.append((route.on_output, output))
+            if output.error is not None:
+                continue  # no tokens; whoever observes it tells the gateway
             by_sink.setdefault(id(route.sink), (route.sink, []))[1].append(output_to_proto(output, route.attempt))
-            if route.on_output is not None:
-                observed.append((route.on_output, output))
         for sink, messages in by_sink.values():
             sink.put_outputs(messages)
         # Later, so that whoever sends the outputs runs before whoever goes on with other work because of them.

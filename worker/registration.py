@@ -15,6 +15,7 @@ from engine.serving.options import channel_options
 from engine.serving.status import from_rpc_error
 from kvrelay.v1 import registry_service_pb2 as pb
 from kvrelay.v1 import registry_service_pb2_grpc
+from worker.step_watch import StepWatch
 
 RETRY_INTERVAL_S = 0.5
 RPC_TIMEOUT_S = 5.0
@@ -30,12 +31,16 @@ class Registration:
         gateway: The gateway's address, host:port.
         request: What to register.
         is_draining: Read before each KeepAlive.
+        watch: Says before each KeepAlive whether the engine hangs.
     """
 
-    def __init__(self, gateway: str, request: pb.RegisterRequest, is_draining: Callable[[], bool]) -> None:
+    def __init__(
+        self, gateway: str, request: pb.RegisterRequest, is_draining: Callable[[], bool], watch: StepWatch
+    ) -> None:
         self._gateway = gateway
         self._request = request
         self._is_draining = is_draining
+        self._watch = watch
         self._channel = grpc.aio.insecure_channel(gateway, options=channel_options())
         self._stub = registry_service_pb2_grpc.RegistryServiceStub(self._channel)
         self._wake = asyncio.Event()
@@ -51,8 +56,8 @@ class Registration:
             while await self._keep_alive(interval_s):
                 pass
 
-    def announce_drain(self) -> None:
-        """Tell the gateway now rather than at the next KeepAlive that no new request is taken."""
+    def report_now(self) -> None:
+        """Tell the gateway now rather than at the next KeepAlive that this worker drains, or hangs, or moves again."""
         self._wake.set()
 
     async def close(self) -> None:
@@ -66,16 +71,18 @@ class Registration:
 
     async def _register(self) -> float:
         """Register, trying until it works; returns the keep-alive interval in seconds."""
-        is_first = True
+        told: grpc.StatusCode | None = None
         while True:
             try:
                 response = await self._stub.Register(self._request, timeout=RPC_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
                 if error.code() in _REFUSALS:
                     raise from_rpc_error(error) from error
-                if is_first:
-                    _log.info("registration.waiting", gateway=self._gateway, code=error.code().name)
-                    is_first = False
+                if error.code() is not told:
+                    # Somebody has to do something about a name in use; a gateway that is not there yet will come.
+                    log = _log.warning if error.code() is grpc.StatusCode.ALREADY_EXISTS else _log.info
+                    log("registration.waiting", gateway=self._gateway, code=error.code().name, reason=error.details())
+                    told = error.code()
                 await asyncio.sleep(RETRY_INTERVAL_S)
             else:
                 _log.info("registration.registered", gateway=self._gateway, worker_id=self._request.worker_id)
@@ -92,6 +99,8 @@ class Registration:
             worker_id=self._request.worker_id,
             incarnation=self._request.incarnation,
             is_draining=self._is_draining(),
+            step_age_ms=round(1000 * self._watch.step_age_s),
+            is_stalled=self._watch.is_stalled,
         )
         try:
             await self._stub.KeepAlive(request, timeout=RPC_TIMEOUT_S)

@@ -86,6 +86,24 @@ class WorkerSettings(RoleSettings):
         "", description="smaller model with the same tokenizer, named as for --model, for --speculation draft"
     )
     draft_kv_memory_mib: int = Field(128, ge=1, description="memory for KV blocks of the draft model in MiB")
+    step_stall_s: float = Field(
+        5.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="an engine step longer than this, and than five times the longest one before it, makes gateways use"
+        " other workers until it ends; raise it where single steps take seconds",
+    )
+    step_limit_s: float = Field(
+        300.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="an engine step longer than this ends the process, for its supervisor to start anew; 0 = never",
+    )
+    worker_control: bool = Field(
+        False,
+        description="whether Drain and FlushCache are served to everybody who reaches this worker's port; SIGTERM"
+        " drains without it",
+    )
     nice: int = Field(0, ge=0, le=19, description="OS priority of this process; higher yields to others")
     time_slice_us: int = Field(
         100,

@@ -1,17 +1,19 @@
 """TierService: what a tier adds to a worker, and the context it gets. Implemented by both tiers' servicers."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc.aio
 
 from engine.cache.layout import KvLayout
+from engine.errors import EngineError
 from engine.loop import EngineLoop
 from engine.model.kv_cache import KvCache
-from engine.types import Incarnation, SequenceOutput, WorkerId
+from engine.types import Incarnation, RequestId, SequenceOutput, WorkerId
 from kvrelay.v1 import session_pb2
+from worker.step_watch import StepWatch
 
 
 class TaskSpawner(Protocol):
@@ -34,6 +36,8 @@ class WorkerContext:
     address: str
     """The worker's gRPC address as others reach it, host:port."""
     spawn: TaskSpawner
+    watch: StepWatch
+    """Knows whether the engine hangs."""
 
 
 class TierService(Protocol):
@@ -63,6 +67,17 @@ class TierService(Protocol):
 
     async def read_load(self) -> session_pb2.WorkerLoad:
         """Return the load now."""
+        ...
+
+    def break_off(self, request_ids: Collection[RequestId], error: EngineError) -> None:
+        """Tell these requests that the engine is broken, then end every session at once.
+
+        So gateways resume elsewhere what ran here, before this process has ended.
+
+        Args:
+            request_ids: Those that took part in the step that broke it.
+            error: What to tell them; the others learn of it by their session's end, and are not accused.
+        """
         ...
 
     def start_drain(self) -> None:

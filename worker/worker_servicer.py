@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+import grpc
 import grpc.aio
 
 from engine.engine import EngineLoad
@@ -45,7 +46,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         engine_loop: The engine.
         info: The model and its KV cache.
         read_load: Returns the load now.
-        drain: Refuses new requests and waits for the running ones.
+        drain: Refuses new requests and waits for the running ones; None = neither Drain nor FlushCache is served.
         default_drain_timeout_s: Used when DrainRequest names none.
     """
 
@@ -54,7 +55,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         engine_loop: EngineLoop,
         info: pb.GetModelInfoResponse,
         read_load: LoadReader,
-        drain: Callable[[], Awaitable[None]],
+        drain: Callable[[], Awaitable[None]] | None,
         default_drain_timeout_s: float,
     ) -> None:
         self._engine_loop = engine_loop
@@ -81,15 +82,25 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
         """Forget every cached prefix that nobody uses."""
+        await self._control(context)
         return pb.FlushCacheResponse(num_blocks=await self._engine_loop.call(lambda engine: engine.pool.flush()))
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         """Refuse new requests and wait for the running ones."""
+        drain = await self._control(context)
         timeout_s = request.timeout_ms / 1000 or self._default_drain_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                await self._drain()
+                await drain()
         except TimeoutError:
             load = await self._read_load()
             return pb.DrainResponse(num_running=load.num_running + load.num_waiting)
         return pb.DrainResponse()
+
+    async def _control(self, context: Context) -> Callable[[], Awaitable[None]]:
+        """Refuse who must not control this worker; returns the drain."""
+        if self._drain is None:
+            await context.abort(
+                grpc.StatusCode.PERMISSION_DENIED, "control of this worker is not served; see --worker-control"
+            )
+        return self._drain

@@ -99,6 +99,8 @@ class LocalVariant:
             tokens += output.token_ids
             num_drafted += output.num_draft_tokens
             num_accepted += output.num_accepted_tokens
+            if output.error is not None:
+                raise output.error
             if output.finish_reason is not None:
                 del self._outputs[request_id]
         return RequestTrace(

@@ -130,7 +130,9 @@ async def handoff_bench(
         side = PrefillSide()
         threads = torch.get_num_threads()
         stack.callback(torch.set_num_threads, threads)
-        engine_loop = EngineLoop(lambda: build_engine(settings, side), side.deliver, side.failed)
+        engine_loop = EngineLoop(
+            lambda: build_engine(settings, side), side.deliver, lambda error, request_ids: side.failed(error)
+        )
         stack.push_async_callback(engine_loop.stop)
         await engine_loop.start()
         cache = await engine_loop.call(lambda engine: engine.kv_cache)

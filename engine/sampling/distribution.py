@@ -112,9 +112,15 @@ def candidates(row: NDArray[np.float32], params: SamplingParams) -> Candidates:
 
     Args:
         row: [vocab_size] float32 from `process_logits`.
-        params: A request with temperature > 0.
+        params: A request that is not greedy.
+
+    Returns:
+        Nothing where no token is allowed, or where the best weight is not finite.
     """
-    scaled = row / np.float32(params.temperature)
+    with np.errstate(over="ignore"):
+        scaled = row / np.float32(params.temperature)
+    if not np.isfinite(scaled.max()):
+        return Candidates(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32))
     ids = np.flatnonzero(np.isfinite(scaled))
     weights = scaled[ids]
     if 0 < params.top_k < len(ids):

@@ -71,7 +71,7 @@ class NumpyRows:
 
     def draw(self, draws: Sequence[Draw]) -> list[int | None]:
         """See `RowSampler.draw`."""
-        return [_draw(one) if np.isfinite(one.logits.max()) else None for one in draws]
+        return [_draw(one) for one in draws]
 
     def logprobs(self, queries: Sequence[LogprobQuery]) -> list[PositionLogprobs]:
         """See `RowSampler.logprobs`."""
@@ -139,5 +139,5 @@ def row_sampler(num_threads: int | None) -> RowSampler:
         return NumpyRows()
 
 
-def _draw(one: Draw) -> int:
+def _draw(one: Draw) -> int | None:
     return draw(candidates(one.logits, one.params), one.params.seed, one.position)

@@ -38,16 +38,19 @@ def sample_row(logits: NDArray[np.float32], request: SampleRequest) -> int:
     """
     row = process_logits(logits, request.params, request.history, request.stop_ids)
     best = int(row.argmax())
-    if not np.isfinite(row[best]):
+    token_id = best if np.isfinite(row[best]) else None
+    if token_id is not None and not request.params.is_greedy:
+        token_id = draw(candidates(row, request.params), request.params.seed, len(request.history.token_ids))
+    if token_id is None:
         raise ValueError("no token is allowed at this position")
-    if request.params.is_greedy:
-        return best
-    return draw(candidates(row, request.params), request.params.seed, len(request.history.token_ids))
+    return token_id
 
 
-def draw(target: Candidates, seed: int, position: int) -> int:
-    """Return the candidate with the largest noisy log-weight; equal ones go to the smaller token id."""
+def draw(target: Candidates, seed: int, position: int) -> int | None:
+    """Return the candidate with the largest noisy log-weight, of equal ones the smallest id; None: there is none."""
     ids, weights = target.token_ids, target.log_weights.astype(np.float64)
+    if not len(ids):
+        return None
     if len(ids) > _NOISE_FIRST_LOOK:
         # Noise is bounded, so tokens far below the best noisy one among the likely tokens cannot win.
         likely = np.argpartition(weights, len(weights) - _NOISE_FIRST_LOOK)[len(weights) - _NOISE_FIRST_LOOK :]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from engine.errors import EngineError
 from engine.sequence import Sequence
 from engine.types import PositionLogprobs, RequestId
 
@@ -49,9 +50,11 @@ class SampledTokens:
 
     request_id: RequestId
     token_ids: tuple[int, ...]
-    """At least one. All but the last equal the chunk's drafts."""
+    """At least one unless there is an `error`. All but the last equal the chunk's drafts."""
     logprobs: tuple[PositionLogprobs, ...] = ()
     """Empty, or one per token."""
+    error: EngineError | None = None
+    """Why nothing could be sampled: it ends this sequence and no other."""
 
 
 @dataclass(frozen=True, slots=True)

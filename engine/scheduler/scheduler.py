@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from engine.cache.block_pool import BlockPool
 from engine.config import SchedulerConfig
-from engine.errors import CapacityError, ContextTooLong
+from engine.errors import CapacityError, ContextTooLong, EngineError
 from engine.scheduler.plan import SampledTokens, ScheduledChunk, StepPlan, StepResult
 from engine.sequence import Sequence, SequenceStatus
 from engine.types import FinishReason, PrefillTiming, RequestId, SequenceOutput
@@ -330,6 +330,8 @@ class Scheduler:
     def _append(self, chunk: ScheduledChunk, sampled: SampledTokens, now_ns: int) -> SequenceOutput:
         """Take over the tokens after a chunk up to the one that ends the request, and drop KV of rejected drafts."""
         sequence = chunk.sequence
+        if sampled.error is not None:
+            return self._fail(sequence, sampled.error)
         first_index = sequence.num_output_tokens
         timing = None
         if sequence.first_scheduled_ns is not None and sequence.num_tokens == len(sequence.request.token_ids):
@@ -360,14 +362,26 @@ class Scheduler:
             prefill_timing=timing,
         )
         if sequence.is_handoff:
-            # The blocks stay for the export whatever the verdict; `remove` frees them.
             sequence.finish_reason = reason
-            self._running.remove(sequence)
-            sequence.status = SequenceStatus.HELD
-            self._parked[sequence.request_id] = sequence
+            self._hold(sequence)
         elif reason is not None:
             self._finish(sequence, reason)
         return output
+
+    def _fail(self, sequence: Sequence, error: EngineError) -> SequenceOutput:
+        """End a sequence that got no token; the step's others go on."""
+        output = SequenceOutput(sequence.request_id, sequence.num_output_tokens, (), error=error)
+        if sequence.is_handoff:
+            self._hold(sequence)
+        else:
+            self._finish(sequence, FinishReason.ABORT)
+        return output
+
+    def _hold(self, sequence: Sequence) -> None:
+        """Keep a hand-off's blocks for the export, whatever became of its first token; `remove` frees them."""
+        self._running.remove(sequence)
+        sequence.status = SequenceStatus.HELD
+        self._parked[sequence.request_id] = sequence
 
     def _verdict(self, sequence: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
         params = sequence.sampling_params

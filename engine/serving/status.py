@@ -31,9 +31,13 @@ from engine.errors import (
     LeaseExpired,
     LeaseUnknown,
     ModelNotFound,
+    NameTaken,
+    NoTokenAllowed,
     PeerUnavailable,
     RequestCancelled,
+    SamplingFailed,
     StaleEpoch,
+    StepFailed,
     TransferError,
     WorkerUnavailable,
 )
@@ -56,6 +60,7 @@ CODE_BY_ERROR: Final[dict[type[EngineError], grpc.StatusCode]] = {
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     RequestCancelled: grpc.StatusCode.CANCELLED,
     WorkerUnavailable: grpc.StatusCode.UNAVAILABLE,
+    NameTaken: grpc.StatusCode.ALREADY_EXISTS,
     LeaseError: grpc.StatusCode.ABORTED,
     LeaseUnknown: grpc.StatusCode.ABORTED,
     LeaseExpired: grpc.StatusCode.ABORTED,
@@ -66,6 +71,9 @@ CODE_BY_ERROR: Final[dict[type[EngineError], grpc.StatusCode]] = {
     CoverageIncomplete: grpc.StatusCode.DATA_LOSS,
     PeerUnavailable: grpc.StatusCode.UNAVAILABLE,
     DeviceError: grpc.StatusCode.INTERNAL,
+    StepFailed: grpc.StatusCode.INTERNAL,
+    SamplingFailed: grpc.StatusCode.INTERNAL,
+    NoTokenAllowed: grpc.StatusCode.INVALID_ARGUMENT,
 }
 """The one table. A subclass that is not listed takes its nearest listed base's code."""
 

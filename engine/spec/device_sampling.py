@@ -14,7 +14,7 @@ from engine.kernels.triton.sampling_rows import SamplingRow, SamplingRows
 from engine.sampling.distribution import TokenHistory
 from engine.sampling.sampler import SampleRequest
 from engine.spec.sampling import NewTokens
-from engine.spec.verify import VerifyItem, accept, histories
+from engine.spec.verify import VerifyItem, accept, failure, histories
 from engine.types import PositionLogprobs, SamplingParams, TokenLogprob
 
 _WORD = 2**32
@@ -66,6 +66,12 @@ class DeviceSampler:
         results, start = list[NewTokens](), 0
         for item in items:
             new = accept(targets[start:], item.draft_token_ids)
+            if not new:
+                # Banned tokens are minus infinity by now, so what is larger than any number is the model's own.
+                is_finite = bool((logits[start].max() < torch.inf).item())
+                results.append(NewTokens((), error=failure(item.request, is_finite=is_finite)))
+                start += 1 + len(item.draft_token_ids)
+                continue
             found = tuple(logprobs[index] for index in range(start, start + len(new)) if index in logprobs)
             results.append(NewTokens(new, found))
             start += 1 + len(item.draft_token_ids)

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.errors import EngineError
 from engine.sampling.rows import LogprobQuery, NumpyRows, RowSampler
-from engine.spec.verify import VerifyItem, verify
+from engine.spec.verify import VerifyItem, failure, verify
 from engine.types import PositionLogprobs
 
 
@@ -24,9 +25,11 @@ class NewTokens:
     """What one sequence got in a step."""
 
     token_ids: tuple[int, ...]
-    """The accepted drafts and one more."""
+    """The accepted drafts and one more; none where there is an `error`."""
     logprobs: tuple[PositionLogprobs, ...] = ()
     """One per token; empty where none were asked for."""
+    error: EngineError | None = None
+    """Why the sequence's row gave no token. The others of the step have theirs."""
 
 
 class Sampler(Protocol):
@@ -40,10 +43,8 @@ class Sampler(Protocol):
             items: The sequences; each owns `1 + len(draft_token_ids)` consecutive rows.
 
         Returns:
-            One entry per item.
-
-        Raises:
-            ValueError: A row that decides allows no token at all or holds NaN.
+            One entry per item. A row that gives no token, because its fields ban all or the model's logits are not
+            finite, is an error of that entry alone.
         """
 
 
@@ -58,6 +59,31 @@ class HostSampler:
         """See `Sampler.sample`."""
         on_host: NDArray[np.float32] = (logits if logits.is_cpu else logits.cpu()).numpy()
         new_tokens = verify(on_host, items, self._rows)
+        if not all(new_tokens):
+            return self._without_failed(on_host, items, new_tokens)
+        return self._with_logprobs(on_host, items, new_tokens)
+
+    def _without_failed(
+        self, on_host: NDArray[np.float32], items: Sequence[VerifyItem], new_tokens: Sequence[tuple[int, ...]]
+    ) -> list[NewTokens]:
+        """Put the reason where there is no token, and finish the others."""
+        good = [index for index, token_ids in enumerate(new_tokens) if token_ids]
+        finished = iter(
+            self._with_logprobs(on_host, [items[index] for index in good], [new_tokens[index] for index in good])
+        )
+        results: list[NewTokens] = []
+        for item, token_ids in zip(items, new_tokens, strict=True):
+            if token_ids:
+                results.append(next(finished))
+                continue
+            # NaN and plus infinity are larger than any number, for `max` too.
+            is_finite = bool(on_host[item.first_row].max() < np.inf)
+            results.append(NewTokens((), error=failure(item.request, is_finite=is_finite)))
+        return results
+
+    def _with_logprobs(
+        self, on_host: NDArray[np.float32], items: Sequence[VerifyItem], new_tokens: Sequence[tuple[int, ...]]
+    ) -> list[NewTokens]:
         if not any(_wants_logprobs(item) for item in items):
             return [NewTokens(token_ids) for token_ids in new_tokens]
         queries = [

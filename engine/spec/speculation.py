@@ -43,7 +43,7 @@ class Speculation:
             self.num_draft_tokens += output.num_draft_tokens
             self.num_accepted_tokens += output.num_accepted_tokens
             self._pacer.observe(output.request_id, output.num_draft_tokens, output.num_accepted_tokens)
-            if output.finish_reason is not None:
+            if output.has_ended:
                 self.forget(output.request_id)
 
     def forget(self, request_id: RequestId) -> None:

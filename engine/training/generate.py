@@ -121,7 +121,7 @@ class Generator:
         draw = random.Random(f"answer/{draft.seed}")
         is_greedy = draw.random() < self._settings.greedy_share
         params = SamplingParams(
-            max_tokens=min(_MAX_ANSWER_TOKENS, self._max_context - len(draft.prompt)),
+            max_tokens=max(1, min(_MAX_ANSWER_TOKENS, self._max_context - len(draft.prompt))),
             temperature=0.0 if is_greedy else draw.uniform(0.7, 1.0),
             top_k=0 if is_greedy else _ANSWER_TOP_K,
             seed=draft.seed + len(draft.answers),
@@ -139,6 +139,8 @@ class Generator:
         """Take one step's tokens of one request; returns a conversation that ended with them."""
         draft = self._running[output.request_id]
         draft.written += output.token_ids
+        if output.error is not None:
+            raise output.error
         is_over = output.finish_reason is not None
         if not is_over and is_looping(draft.written):
             self._engine.remove([output.request_id])

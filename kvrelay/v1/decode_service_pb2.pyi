@@ -1,23 +1,26 @@
 from kvrelay.v1 import handoff_pb2 as _handoff_pb2
 from kvrelay.v1 import session_pb2 as _session_pb2
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DecodeServiceSessionRequest(_message.Message):
-    __slots__ = ("reserve", "prefill_locally", "supersede", "abort")
+    __slots__ = ("reserve", "prefill_locally", "supersede", "abort", "renew")
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_LOCALLY_FIELD_NUMBER: _ClassVar[int]
     SUPERSEDE_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    RENEW_FIELD_NUMBER: _ClassVar[int]
     reserve: ReserveCommand
     prefill_locally: PrefillLocallyCommand
     supersede: SupersedeCommand
     abort: _session_pb2.AbortCommand
-    def __init__(self, reserve: _Optional[_Union[ReserveCommand, _Mapping]] = ..., prefill_locally: _Optional[_Union[PrefillLocallyCommand, _Mapping]] = ..., supersede: _Optional[_Union[SupersedeCommand, _Mapping]] = ..., abort: _Optional[_Union[_session_pb2.AbortCommand, _Mapping]] = ...) -> None: ...
+    renew: RenewCommand
+    def __init__(self, reserve: _Optional[_Union[ReserveCommand, _Mapping]] = ..., prefill_locally: _Optional[_Union[PrefillLocallyCommand, _Mapping]] = ..., supersede: _Optional[_Union[SupersedeCommand, _Mapping]] = ..., abort: _Optional[_Union[_session_pb2.AbortCommand, _Mapping]] = ..., renew: _Optional[_Union[RenewCommand, _Mapping]] = ...) -> None: ...
 
 class DecodeServiceSessionResponse(_message.Message):
     __slots__ = ("ready", "reserved", "committed", "step", "error", "load")
@@ -60,6 +63,12 @@ class PrefillLocallyCommand(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     def __init__(self, request_id: _Optional[int] = ...) -> None: ...
+
+class RenewCommand(_message.Message):
+    __slots__ = ("request_ids",)
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SupersedeCommand(_message.Message):
     __slots__ = ("request_id", "attempt")

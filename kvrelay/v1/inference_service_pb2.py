@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvrelay.v1 import sampling_pb2 as kvrelay_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"kvrelay/v1/inference_service.proto\x12\nkvrelay.v1\x1a\x19kvrelay/v1/sampling.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"u\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x18\n\x16_add_generation_prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xdd\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.kvrelay.v1.TokenIdsH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.kvrelay.v1.ChatPromptH\x00\x12\x33\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\x19\n\x11\x63lient_request_id\x18\x06 \x01(\tB\x08\n\x06prompt\"\xa9\x01\n\x10GenerateResponse\x12.\n\x07started\x18\x01 \x01(\x0b\x32\x1b.kvrelay.v1.GenerateStartedH\x00\x12*\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x19.kvrelay.v1.GenerateChunkH\x00\x12\x30\n\x08\x63omplete\x18\x03 \x01(\x0b\x32\x1c.kvrelay.v1.GenerateCompleteH\x00\x42\x07\n\x05\x65vent\"Y\n\x0fGenerateStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\"\x84\x01\n\rGenerateChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x13\n\x0btoken_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12.\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1c.kvrelay.v1.PositionLogprobs\"\x96\x02\n\x10GenerateComplete\x12\r\n\x05index\x18\x01 \x01(\r\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12\x1f\n\x15matched_stop_token_id\x18\x03 \x01(\rH\x00\x12\x1a\n\x10matched_stop_str\x18\x04 \x01(\tH\x00\x12 \n\x05usage\x18\x05 \x01(\x0b\x32\x11.kvrelay.v1.Usage\x12$\n\x07timings\x18\x06 \x01(\x0b\x32\x13.kvrelay.v1.Timings\x12\x16\n\x0eprefill_worker\x18\x07 \x01(\t\x12\x15\n\rdecode_worker\x18\x08 \x01(\tB\x0e\n\x0cmatched_stop\"\x7f\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\r\"\xc9\x01\n\x07Timings\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x12\n\nprefill_ns\x18\x02 \x01(\x04\x12\x13\n\x0btransfer_ns\x18\x03 \x01(\x04\x12\x1b\n\x13transfer_exposed_ns\x18\x04 \x01(\x04\x12\x16\n\x0etransfer_bytes\x18\x05 \x01(\x04\x12\x16\n\x0e\x66irst_token_ns\x18\x06 \x01(\x04\x12\x11\n\tdecode_ns\x18\x07 \x01(\x04\x12\x10\n\x08total_ns\x18\x08 \x01(\x04\x12\x11\n\ttransport\x18\t \x01(\t\"a\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.kvrelay.v1.ChatPromptH\x00\x42\x07\n\x05input\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\x04\",\n\rAbortResponse\x12\x1b\n\x13\x61\x62orted_request_ids\x18\x01 \x03(\x04\"\x13\n\x11ListModelsRequest\">\n\x12ListModelsResponse\x12(\n\x06models\x18\x01 \x03(\x0b\x32\x18.kvrelay.v1.ModelSummary\"y\n\x0cModelSummary\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\"\x16\n\x14GetServerInfoRequest\"\xa2\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12*\n\x07workers\x18\x02 \x03(\x0b\x32\x19.kvrelay.v1.WorkerSummary\x12\x1c\n\x14num_running_requests\x18\x03 \x01(\r\x12\x1b\n\x13num_queued_requests\x18\x04 \x01(\r\x12\x11\n\tuptime_ms\x18\x05 \x01(\x04\"\xeb\x01\n\rWorkerSummary\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x14\n\x0cis_connected\x18\x04 \x01(\x08\x12\x13\n\x0bis_draining\x18\x05 \x01(\x08\x12\x13\n\x0bnum_running\x18\x06 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x07 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x12\n\ntransports\x18\n \x03(\t\x12\x12\n\nnum_leases\x18\x0b \x01(\r2\xd0\x03\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.kvrelay.v1.GenerateRequest\x1a\x1c.kvrelay.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.kvrelay.v1.TokenizeRequest\x1a\x1c.kvrelay.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.kvrelay.v1.DetokenizeRequest\x1a\x1e.kvrelay.v1.DetokenizeResponse\x12<\n\x05\x41\x62ort\x12\x18.kvrelay.v1.AbortRequest\x1a\x19.kvrelay.v1.AbortResponse\x12K\n\nListModels\x12\x1d.kvrelay.v1.ListModelsRequest\x1a\x1e.kvrelay.v1.ListModelsResponse\x12T\n\rGetServerInfo\x12 .kvrelay.v1.GetServerInfoRequest\x1a!.kvrelay.v1.GetServerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"kvrelay/v1/inference_service.proto\x12\nkvrelay.v1\x1a\x19kvrelay/v1/sampling.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"u\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x18\n\x16_add_generation_prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xdd\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.kvrelay.v1.TokenIdsH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.kvrelay.v1.ChatPromptH\x00\x12\x33\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\x19\n\x11\x63lient_request_id\x18\x06 \x01(\tB\x08\n\x06prompt\"\xa9\x01\n\x10GenerateResponse\x12.\n\x07started\x18\x01 \x01(\x0b\x32\x1b.kvrelay.v1.GenerateStartedH\x00\x12*\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x19.kvrelay.v1.GenerateChunkH\x00\x12\x30\n\x08\x63omplete\x18\x03 \x01(\x0b\x32\x1c.kvrelay.v1.GenerateCompleteH\x00\x42\x07\n\x05\x65vent\"Y\n\x0fGenerateStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\"\x84\x01\n\rGenerateChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x13\n\x0btoken_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12.\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1c.kvrelay.v1.PositionLogprobs\"\xac\x02\n\x10GenerateComplete\x12\r\n\x05index\x18\x01 \x01(\r\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12\x1f\n\x15matched_stop_token_id\x18\x03 \x01(\rH\x00\x12\x1a\n\x10matched_stop_str\x18\x04 \x01(\tH\x00\x12 \n\x05usage\x18\x05 \x01(\x0b\x32\x11.kvrelay.v1.Usage\x12$\n\x07timings\x18\x06 \x01(\x0b\x32\x13.kvrelay.v1.Timings\x12\x16\n\x0eprefill_worker\x18\x07 \x01(\t\x12\x15\n\rdecode_worker\x18\x08 \x01(\t\x12\x14\n\x0cnum_attempts\x18\t \x01(\rB\x0e\n\x0cmatched_stop\"\x7f\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\r\"\xc9\x01\n\x07Timings\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x12\n\nprefill_ns\x18\x02 \x01(\x04\x12\x13\n\x0btransfer_ns\x18\x03 \x01(\x04\x12\x1b\n\x13transfer_exposed_ns\x18\x04 \x01(\x04\x12\x16\n\x0etransfer_bytes\x18\x05 \x01(\x04\x12\x16\n\x0e\x66irst_token_ns\x18\x06 \x01(\x04\x12\x11\n\tdecode_ns\x18\x07 \x01(\x04\x12\x10\n\x08total_ns\x18\x08 \x01(\x04\x12\x11\n\ttransport\x18\t \x01(\t\"a\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.kvrelay.v1.ChatPromptH\x00\x42\x07\n\x05input\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\x04\",\n\rAbortResponse\x12\x1b\n\x13\x61\x62orted_request_ids\x18\x01 \x03(\x04\"\x13\n\x11ListModelsRequest\">\n\x12ListModelsResponse\x12(\n\x06models\x18\x01 \x03(\x0b\x32\x18.kvrelay.v1.ModelSummary\"y\n\x0cModelSummary\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\"\x16\n\x14GetServerInfoRequest\"\xa2\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12*\n\x07workers\x18\x02 \x03(\x0b\x32\x19.kvrelay.v1.WorkerSummary\x12\x1c\n\x14num_running_requests\x18\x03 \x01(\r\x12\x1b\n\x13num_queued_requests\x18\x04 \x01(\r\x12\x11\n\tuptime_ms\x18\x05 \x01(\x04\"\xff\x01\n\rWorkerSummary\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x14\n\x0cis_connected\x18\x04 \x01(\x08\x12\x13\n\x0bis_draining\x18\x05 \x01(\x08\x12\x13\n\x0bnum_running\x18\x06 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x07 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x12\n\ntransports\x18\n \x03(\t\x12\x12\n\nnum_leases\x18\x0b \x01(\r\x12\x12\n\nis_stalled\x18\x0c \x01(\x08\x32\xd0\x03\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.kvrelay.v1.GenerateRequest\x1a\x1c.kvrelay.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.kvrelay.v1.TokenizeRequest\x1a\x1c.kvrelay.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.kvrelay.v1.DetokenizeRequest\x1a\x1e.kvrelay.v1.DetokenizeResponse\x12<\n\x05\x41\x62ort\x12\x18.kvrelay.v1.AbortRequest\x1a\x19.kvrelay.v1.AbortResponse\x12K\n\nListModels\x12\x1d.kvrelay.v1.ListModelsRequest\x1a\x1e.kvrelay.v1.ListModelsResponse\x12T\n\rGetServerInfo\x12 .kvrelay.v1.GetServerInfoRequest\x1a!.kvrelay.v1.GetServerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,35 +47,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATECHUNK']._serialized_start=755
   _globals['_GENERATECHUNK']._serialized_end=887
   _globals['_GENERATECOMPLETE']._serialized_start=890
-  _globals['_GENERATECOMPLETE']._serialized_end=1168
-  _globals['_USAGE']._serialized_start=1170
-  _globals['_USAGE']._serialized_end=1297
-  _globals['_TIMINGS']._serialized_start=1300
-  _globals['_TIMINGS']._serialized_end=1501
-  _globals['_TOKENIZEREQUEST']._serialized_start=1503
-  _globals['_TOKENIZEREQUEST']._serialized_end=1600
-  _globals['_TOKENIZERESPONSE']._serialized_start=1602
-  _globals['_TOKENIZERESPONSE']._serialized_end=1639
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1641
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1752
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1754
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1788
-  _globals['_ABORTREQUEST']._serialized_start=1790
-  _globals['_ABORTREQUEST']._serialized_end=1825
-  _globals['_ABORTRESPONSE']._serialized_start=1827
-  _globals['_ABORTRESPONSE']._serialized_end=1871
-  _globals['_LISTMODELSREQUEST']._serialized_start=1873
-  _globals['_LISTMODELSREQUEST']._serialized_end=1892
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1894
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1956
-  _globals['_MODELSUMMARY']._serialized_start=1958
-  _globals['_MODELSUMMARY']._serialized_end=2079
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=2081
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=2103
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=2106
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=2268
-  _globals['_WORKERSUMMARY']._serialized_start=2271
-  _globals['_WORKERSUMMARY']._serialized_end=2506
-  _globals['_INFERENCESERVICE']._serialized_start=2509
-  _globals['_INFERENCESERVICE']._serialized_end=2973
+  _globals['_GENERATECOMPLETE']._serialized_end=1190
+  _globals['_USAGE']._serialized_start=1192
+  _globals['_USAGE']._serialized_end=1319
+  _globals['_TIMINGS']._serialized_start=1322
+  _globals['_TIMINGS']._serialized_end=1523
+  _globals['_TOKENIZEREQUEST']._serialized_start=1525
+  _globals['_TOKENIZEREQUEST']._serialized_end=1622
+  _globals['_TOKENIZERESPONSE']._serialized_start=1624
+  _globals['_TOKENIZERESPONSE']._serialized_end=1661
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1663
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1774
+  _globals['_DETOKENIZERESPONSE']._serialized_start=1776
+  _globals['_DETOKENIZERESPONSE']._serialized_end=1810
+  _globals['_ABORTREQUEST']._serialized_start=1812
+  _globals['_ABORTREQUEST']._serialized_end=1847
+  _globals['_ABORTRESPONSE']._serialized_start=1849
+  _globals['_ABORTRESPONSE']._serialized_end=1893
+  _globals['_LISTMODELSREQUEST']._serialized_start=1895
+  _globals['_LISTMODELSREQUEST']._serialized_end=1914
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1916
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1978
+  _globals['_MODELSUMMARY']._serialized_start=1980
+  _globals['_MODELSUMMARY']._serialized_end=2101
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=2103
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=2125
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=2128
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=2290
+  _globals['_WORKERSUMMARY']._serialized_start=2293
+  _globals['_WORKERSUMMARY']._serialized_end=2548
+  _globals['_INFERENCESERVICE']._serialized_start=2551
+  _globals['_INFERENCESERVICE']._serialized_end=3015
 # @@protoc_insertion_point(module_scope)

@@ -82,7 +82,7 @@ class GenerateChunk(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_sampling_pb2.PositionLogprobs, _Mapping]]] = ...) -> None: ...
 
 class GenerateComplete(_message.Message):
-    __slots__ = ("index", "finish_reason", "matched_stop_token_id", "matched_stop_str", "usage", "timings", "prefill_worker", "decode_worker")
+    __slots__ = ("index", "finish_reason", "matched_stop_token_id", "matched_stop_str", "usage", "timings", "prefill_worker", "decode_worker", "num_attempts")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,7 @@ class GenerateComplete(_message.Message):
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    NUM_ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     index: int
     finish_reason: _sampling_pb2.FinishReason
     matched_stop_token_id: int
@@ -99,7 +100,8 @@ class GenerateComplete(_message.Message):
     timings: Timings
     prefill_worker: str
     decode_worker: str
-    def __init__(self, index: _Optional[int] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ..., matched_stop_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ...) -> None: ...
+    num_attempts: int
+    def __init__(self, index: _Optional[int] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ..., matched_stop_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., num_attempts: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "draft_tokens", "accepted_tokens")
@@ -224,7 +226,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerSummary, _Mapping]]] = ..., num_running_requests: _Optional[int] = ..., num_queued_requests: _Optional[int] = ..., uptime_ms: _Optional[int] = ...) -> None: ...
 
 class WorkerSummary(_message.Message):
-    __slots__ = ("worker_id", "role", "address", "is_connected", "is_draining", "num_running", "num_waiting", "num_free_blocks", "num_blocks", "transports", "num_leases")
+    __slots__ = ("worker_id", "role", "address", "is_connected", "is_draining", "num_running", "num_waiting", "num_free_blocks", "num_blocks", "transports", "num_leases", "is_stalled")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -236,6 +238,7 @@ class WorkerSummary(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
+    IS_STALLED_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     address: str
@@ -247,4 +250,5 @@ class WorkerSummary(_message.Message):
     num_blocks: int
     transports: _containers.RepeatedScalarFieldContainer[str]
     num_leases: int
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., is_connected: _Optional[bool] = ..., is_draining: _Optional[bool] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., num_leases: _Optional[int] = ...) -> None: ...
+    is_stalled: bool
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., is_connected: _Optional[bool] = ..., is_draining: _Optional[bool] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., num_leases: _Optional[int] = ..., is_stalled: _Optional[bool] = ...) -> None: ...

@@ -54,14 +54,18 @@ class RegisterResponse(_message.Message):
     def __init__(self, keep_alive_interval_ms: _Optional[int] = ...) -> None: ...
 
 class KeepAliveRequest(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "is_draining")
+    __slots__ = ("worker_id", "incarnation", "is_draining", "step_age_ms", "is_stalled")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    STEP_AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    IS_STALLED_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     is_draining: bool
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., is_draining: _Optional[bool] = ...) -> None: ...
+    step_age_ms: int
+    is_stalled: bool
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., is_draining: _Optional[bool] = ..., step_age_ms: _Optional[int] = ..., is_stalled: _Optional[bool] = ...) -> None: ...
 
 class KeepAliveResponse(_message.Message):
     __slots__ = ()

@@ -90,12 +90,14 @@ class RequestError(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., attempt: _Optional[int] = ..., status: _Optional[bytes] = ...) -> None: ...
 
 class SessionReady(_message.Message):
-    __slots__ = ("worker_id", "incarnation")
+    __slots__ = ("worker_id", "incarnation", "lease_ttl_ms")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_TTL_MS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    lease_ttl_ms: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., lease_ttl_ms: _Optional[int] = ...) -> None: ...
 
 class TransferStats(_message.Message):
     __slots__ = ("num_bytes", "num_frames", "total_ns", "exposed_ns", "transport")
@@ -112,7 +114,7 @@ class TransferStats(_message.Message):
     def __init__(self, num_bytes: _Optional[int] = ..., num_frames: _Optional[int] = ..., total_ns: _Optional[int] = ..., exposed_ns: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_free_blocks", "num_blocks", "num_leases", "is_draining", "num_waiting_tokens", "num_preemptions", "num_cache_hit_tokens", "num_cache_query_tokens")
+    __slots__ = ("num_running", "num_waiting", "num_free_blocks", "num_blocks", "num_leases", "is_draining", "num_waiting_tokens", "num_preemptions", "num_cache_hit_tokens", "num_cache_query_tokens", "step_age_ms", "is_stalled")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +125,8 @@ class WorkerLoad(_message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHE_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHE_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    IS_STALLED_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_free_blocks: int
@@ -133,4 +137,6 @@ class WorkerLoad(_message.Message):
     num_preemptions: int
     num_cache_hit_tokens: int
     num_cache_query_tokens: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_leases: _Optional[int] = ..., is_draining: _Optional[bool] = ..., num_waiting_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_cache_hit_tokens: _Optional[int] = ..., num_cache_query_tokens: _Optional[int] = ...) -> None: ...
+    step_age_ms: int
+    is_stalled: bool
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_leases: _Optional[int] = ..., is_draining: _Optional[bool] = ..., num_waiting_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_cache_hit_tokens: _Optional[int] = ..., num_cache_query_tokens: _Optional[int] = ..., step_age_ms: _Optional[int] = ..., is_stalled: _Optional[bool] = ...) -> None: ...

@@ -82,7 +82,9 @@ class SamplingRows:
         return cls(
             edits=_edits(rows, vocab_size, device),
             allowed=_allowed(params, vocab_size, device),
-            temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
+            temperature=torch.tensor(
+                [0.0 if p.is_greedy else p.temperature for p in params], dtype=torch.float32, device=device
+            ),
             top_k=torch.tensor([p.top_k for p in params], dtype=torch.int32, device=device),
             top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
             log_min_p=torch.tensor(np.array(log_min_p, dtype=np.float32), device=device),

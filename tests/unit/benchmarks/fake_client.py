@@ -42,7 +42,7 @@ class FakeClient(AsyncClient):
                 yield Chunk(0, sent, tuple(range(sent, sent + count)), "x" * count)
                 sent += count
             usage = Usage(prompt_tokens=len(token_ids), completion_tokens=sent)
-            yield Complete(0, FinishReason.LENGTH, None, usage, Timings(), "p", "d")
+            yield Complete(0, FinishReason.LENGTH, None, usage, Timings(), "p", "d", 1)
         finally:
             self.num_running -= 1
 

@@ -61,6 +61,7 @@ class Bench:
             self.recovery,
             router=Router(self.pool, AffinityLimits(capacity=0)),
             mailbox=Mailbox(),
+            on_prefill_over=lambda: None,
             local_prefill_max_tokens=16,
             clock=self.pool.clock,
         )

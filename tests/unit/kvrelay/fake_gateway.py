@@ -41,6 +41,7 @@ def answer(text: str, token_ids: Sequence[int] = (5, 6), index: int = 0) -> list
         ),
         prefill_worker="prefill-0",
         decode_worker="decode-0",
+        num_attempts=2,
     )
     return [*messages, pb.GenerateResponse(complete=complete)]
 

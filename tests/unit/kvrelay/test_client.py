@@ -94,6 +94,7 @@ def test_events_are_typed_and_complete(client: AnyClient) -> None:
             ),
             prefill_worker="prefill-0",
             decode_worker="decode-0",
+            num_attempts=2,
         ),
     ]
 

@@ -23,7 +23,7 @@ def recorded(arrivals_s: list[tuple[float, int]], end_s: float) -> RequestReport
     timings = Timings(
         queue_ns=1_500_000, prefill_ns=2_000_000, transfer_ns=3_000_000, transfer_bytes=10, transport="shm"
     )
-    recorder.add(Complete(0, FinishReason.LENGTH, None, Usage(3, 4), timings, "p", "d"))
+    recorder.add(Complete(0, FinishReason.LENGTH, None, Usage(3, 4), timings, "p", "d", 1))
     return recorder.report()
 
 
