@@ -1,6 +1,7 @@
 """The mailbox: order, waiting, and what survives a new attempt. Request ids."""
 
 import asyncio
+import itertools
 
 from engine.types import WorkerId
 from gateway.ids import mint_request_ids
@@ -39,10 +40,10 @@ async def test_only_the_gateways_own_events_survive_a_new_attempt() -> None:
 
 def test_request_ids_cannot_be_guessed_from_one_another() -> None:
     ids = [mint_request_ids(16) for _ in range(1_000)]
-    assert all(0 < first and first + 15 < 2**64 for first in ids)
+    assert all(first > 0 and first + 15 < 2**64 for first in ids)
     # Every bit differs between some two neighbours, the high and the low ones alike: nothing counts up.
     differing = 0
-    for one, other in zip(ids, ids[1:], strict=False):
+    for one, other in itertools.pairwise(ids):
         differing |= one ^ other
         assert abs(one - other) > 2**32
     assert differing == 2**64 - 1
