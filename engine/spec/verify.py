@@ -76,7 +76,8 @@ def _settle_greedy(logits: NDArray[np.float32], item: VerifyItem, targets: list[
     draws: list[tuple[int, Draw]] = []
     request = item.request
     for row, history in enumerate(histories(item), item.first_row):
-        if is_plain_greedy(request.params, history):
+        # Without a best token the model's own logits are not finite, and no field makes a token of that.
+        if targets[row] is None or is_plain_greedy(request.params, history):
             continue
         processed = logits[row]
         if needs_processing(request.params, history):
