@@ -5,7 +5,7 @@ Nothing is recorded while nobody listens. Belongs to the event loop; asks the en
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from engine.cache.block_pool import CacheEvents
 from engine.cache.prefix_index import CachedBlock
@@ -31,20 +31,28 @@ class KvEventLog:
         self._num_subscribers = 0
         self._lock = asyncio.Lock()
 
-    async def subscribe(self, start_sequence_number: int) -> AsyncIterator[pb.SubscribeKvEventsResponse]:
-        """Yield batches from the number on, or a snapshot first when that is no longer kept (or 0)."""
+    @property
+    def _oldest(self) -> int:
+        """Number of the oldest batch that can be replayed; of the next one where none can."""
+        return self._kept[0].sequence_number if self._kept else self._last + 1
+
+    async def subscribe(self, start_sequence_number: int) -> AsyncGenerator[pb.SubscribeKvEventsResponse, None]:
+        """Yield batches from the number on; a snapshot wherever the next one is not kept any more, or the number is 0.
+
+        So a subscriber that does not keep up loses the single changes, and nothing grows meanwhile.
+        """
         self._num_subscribers += 1
         try:
             await self._poll()
             position = start_sequence_number - 1
-            oldest = self._kept[0].sequence_number if self._kept else self._last + 1
-            if start_sequence_number == 0 or not oldest <= start_sequence_number <= self._last + 1:
-                blocks = await self._engine_loop.call(lambda engine: engine.pool.cached_blocks())
-                position = self._last
-                yield pb.SubscribeKvEventsResponse(
-                    sequence_number=position, stored=[_stored(block) for block in blocks], is_snapshot=True
-                )
             while True:
+                if not self._oldest - 1 <= position <= self._last:
+                    # Read after the position: what changes in between comes twice rather than never.
+                    position = self._last
+                    blocks = await self._engine_loop.call(lambda engine: engine.pool.cached_blocks())
+                    yield pb.SubscribeKvEventsResponse(
+                        sequence_number=position, stored=[_stored(block) for block in blocks], is_snapshot=True
+                    )
                 for batch in [batch for batch in self._kept if batch.sequence_number > position]:
                     yield batch
                     position = batch.sequence_number
@@ -58,7 +66,10 @@ class KvEventLog:
     async def _poll(self) -> None:
         async with self._lock:
             events = await self._engine_loop.call(_take_events)
-            if events.stored or events.removed:
+            if events.are_lost:
+                self._kept.clear()
+                self._last += 1
+            elif events.stored or events.removed:
                 self._last += 1
                 self._kept.append(
                     pb.SubscribeKvEventsResponse(

@@ -11,12 +11,21 @@ from engine.cache.prefix_index import CachedBlock, PrefixIndex, hash_block
 from engine.types import ROOT_HASH, BlockHash, BlockId
 
 
+MAX_KEPT_EVENTS = 65_536
+"""Changes kept for whoever takes them; more means that nobody does."""
+
+
 @dataclass(slots=True)
 class CacheEvents:
     """What changed in the prefix cache since the last `take_events`."""
 
     stored: list[CachedBlock] = field(default_factory=list)
     removed: list[BlockHash] = field(default_factory=list)
+    are_lost: bool = False
+    """Whether more changed than is kept: what is here is not all, and only a look at the whole cache helps."""
+
+    def __len__(self) -> int:
+        return len(self.stored) + len(self.removed)
 
 
 class BlockPool:
@@ -116,7 +125,7 @@ class BlockPool:
         block_hash = hash_block(parent, token_ids, cache_salt)
         if self.enable_prefix_cache:
             cached = CachedBlock(block_id, block_hash, parent, tuple(token_ids))
-            if self._index.add(cached) and self._records_events:
+            if self._index.add(cached) and self._has_room_for_events():
                 self._events.stored.append(cached)
         return block_hash
 
@@ -153,5 +162,14 @@ class BlockPool:
 
     def _evict(self, block_id: BlockId) -> None:
         block_hash = self._index.remove(block_id)
-        if block_hash is not None and self._records_events:
+        if block_hash is not None and self._has_room_for_events():
             self._events.removed.append(block_hash)
+
+    def _has_room_for_events(self) -> bool:
+        """Whether a change is to be recorded; nobody may have taken any for a long time."""
+        if not self._records_events or self._events.are_lost:
+            return False
+        if len(self._events) >= MAX_KEPT_EVENTS:
+            self._events = CacheEvents(are_lost=True)
+            return False
+        return True
