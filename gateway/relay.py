@@ -165,6 +165,7 @@ class Relay:
                 num_generated_tokens=len(self._output.token_ids),
             )
             attempt.let_go()
+            self._leave_gate()
             # No session knows the request now: what is still in the box is of this attempt.
             self._mailbox.drop_worker_events()
             self._output.restart()

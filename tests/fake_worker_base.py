@@ -122,6 +122,7 @@ class FakeWorker(abc.ABC):
         self.num_blocks = 1024
         self.vocab_size = 49_152
         self.address = ""
+        self.lease_ttl_s = 60.0
         self.is_silent = False
         """Sends nothing of its own accord any more."""
         self.is_stalled = False
@@ -189,7 +190,13 @@ class FakeWorker(abc.ABC):
         session = FakeSession()
         self.sessions.add(session)
         session.events.put_nowait(
-            response(ready=session_pb2.SessionReady(worker_id=self.worker_id, incarnation=self.incarnation))
+            response(
+                ready=session_pb2.SessionReady(
+                    worker_id=self.worker_id,
+                    incarnation=self.incarnation,
+                    lease_ttl_ms=round(1000 * self.lease_ttl_s),
+                )
+            )
         )
         try:
             session.spawn(self._take_commands(requests, session))

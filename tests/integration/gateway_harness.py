@@ -128,6 +128,9 @@ class Harness:
         for session in gateway.pool.sessions():
             assert session.num_requests == 0
             assert session.num_outstanding_tokens == 0
+            assert not session._awaiting_prefill
+        gate = gateway.prefill_gate
+        assert (gate.num_prompts, gate.num_tokens, gate.num_waiting) == (0, 0, 0)
         for worker in (*self.decodes, *self.prefills):
             await until(lambda worker=worker: not worker.running)  # type: ignore[misc]  # the default binds the loop's value
         for decode in self.decodes:

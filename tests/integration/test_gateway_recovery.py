@@ -13,6 +13,7 @@ from gateway.worker_registry import WorkerRole
 from kvrelay.v1 import decode_service_pb2 as decode_pb2
 from kvrelay.v1 import inference_service_pb2 as inference_pb2
 from kvrelay.v1 import prefill_service_pb2 as prefill_pb2
+from tests.fake_workers import FakeCluster, FakeDecodeWorker
 from tests.integration.gateway_harness import ANSWER, PROMPT, Harness, harness, load_model, until
 
 Model = tuple[ModelSource, Tokenizer]
@@ -179,3 +180,100 @@ async def test_restarted_worker_is_used_under_its_new_incarnation(model: Model) 
         check_complete(cluster, await cluster.generate(inference_pb2.GenerateRequest(text=PROMPT)))
         handle = cluster.prefills[0].seen(prefill_pb2.PrefillCommand)[0].kv_handle
         assert handle.incarnation == 2
+
+
+@pytest.mark.parametrize("way", ["silent", "stalled"])
+async def test_hung_decode_worker_is_left_for_another_in_mid_answer(model: Model, way: str) -> None:
+    """Nothing is heard of it any more, or it says itself that its engine hangs: its streams go on elsewhere."""
+    async with harness(model, num_decode=2, worker_silence_s=1.2) as cluster:
+        victim, other = cluster.decodes
+        cluster.cluster.script.pace_s = 0.02
+        running = asyncio.create_task(cluster.generate(cluster.request()))
+        await until(lambda: bool(victim.commits or other.commits))
+        if other.commits:
+            victim, other = other, victim
+        await asyncio.sleep(0.1)
+        assert victim.running
+        victim.may_generate.clear()
+        victim.is_silent, victim.is_stalled = way == "silent", way == "stalled"
+        answer = await running
+        check_complete(cluster, answer)
+        assert answer.complete[0].decode_worker == other.worker_id
+        assert answer.complete[0].num_attempts == 2
+        assert victim.aborted
+        await cluster.check_idle()
+        # Once it moves again it is used again.
+        victim.is_silent = victim.is_stalled = False
+        await until(lambda: len(cluster.gateway.pool.usable(WorkerRole.DECODE)) == 2)
+
+
+async def test_hung_only_decode_worker_is_waited_for(model: Model) -> None:
+    async with harness(model, worker_silence_s=1.2) as cluster:
+        (only,) = cluster.decodes
+        only.may_reserve.clear()
+        running = asyncio.create_task(cluster.generate(cluster.request()))
+        await until(lambda: bool(only.commands))
+        only.is_stalled = True
+        await until(lambda: not cluster.gateway.pool.usable(WorkerRole.DECODE))
+        await asyncio.sleep(0.8)
+        only.is_stalled = False
+        only.may_reserve.set()
+        answer = await running
+        check_complete(cluster, answer)
+        assert answer.complete[0].num_attempts == 1
+
+
+async def test_leases_are_renewed_while_their_prompts_wait(model: Model) -> None:
+    async with harness(model) as cluster:
+        (decode,), (prefill,) = cluster.decodes, cluster.prefills
+        decode.lease_ttl_s = 0.4
+        decode.break_sessions()
+        await until(lambda: not cluster.gateway.pool.usable(WorkerRole.DECODE))
+        await until(lambda: bool(cluster.gateway.pool.usable(WorkerRole.DECODE)))
+        prefill.may_prefill.clear()
+        running = asyncio.create_task(cluster.generate(cluster.request()))
+        await until(lambda: len(decode.renewed) >= 3, timeout_s=5)
+        prefill.may_prefill.set()
+        check_complete(cluster, await running)
+        assert len(set(decode.renewed)) == 1
+        num_renewed = len(decode.renewed)
+        await asyncio.sleep(1.2)
+        assert len(decode.renewed) == num_renewed
+
+
+async def test_prompts_beyond_what_prefill_can_use_wait_without_blocks(model: Model) -> None:
+    async with harness(model, max_prefill_tokens=1) as cluster:
+        (decode,), (prefill,) = cluster.decodes, cluster.prefills
+        prefill.may_prefill.clear()
+        running = [asyncio.create_task(cluster.generate(cluster.request(seed=seed))) for seed in range(5)]
+        await until(lambda: cluster.gateway.prefill_gate.num_waiting == 3)
+        await until(lambda: len(decode.leases) == 2)
+        assert len(decode.seen(decode_pb2.ReserveCommand)) == 2
+        running[4].cancel()
+        await until(lambda: cluster.gateway.prefill_gate.num_waiting == 2)
+        prefill.may_prefill.set()
+        for answer in await asyncio.gather(*running[:4]):
+            check_complete(cluster, answer)
+        await cluster.check_idle()
+
+
+async def test_live_workers_name_is_refused_with_the_reason(model: Model) -> None:
+    async with harness(model) as cluster:
+        (decode,) = cluster.decodes
+        impostor = FakeDecodeWorker(decode.worker_id, FakeCluster(cluster.cluster.script), incarnation=99)
+        await impostor.start()
+        try:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await impostor.register(cluster.gateway.address)
+            assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+            assert decode.address in str(caught.value.details())
+            check_complete(cluster, await cluster.generate(cluster.request()))
+            assert not impostor.commands
+            # Once the first is gone the name is free.
+            await decode.stop()
+            await until(lambda: not cluster.gateway.pool.usable(WorkerRole.DECODE))
+            await impostor.register(cluster.gateway.address)
+            await until(lambda: bool(cluster.gateway.pool.usable(WorkerRole.DECODE)))
+            assert [info.incarnation for info in cluster.gateway.registry.workers(WorkerRole.DECODE)] == [99]
+        finally:
+            await impostor.stop()

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from engine.errors import LeaseUnknown, WorkerUnavailable
+from engine.errors import LeaseUnknown, StepFailed, WorkerUnavailable
 from engine.types import FinishReason, PrefillTiming, RequestId, SequenceOutput, WorkerId
 from gateway.attempt import Attempt
 from gateway.mailbox import Mailbox
-from gateway.messages import Committed, Exported, Failed, Output, Reserved, SessionLost, TransferStats
+from gateway.messages import Committed, Exported, Failed, Output, Reserved, SessionLost, Stalled, TransferStats
 from gateway.output import CompletionOutput
 from gateway.recovery import Recovery
 from gateway.request import CompletionRequest
@@ -53,6 +53,7 @@ class Bench:
             request.sampling_params, prompt_tokens=40, text=NoText(), special_token_ids=frozenset()
         )
         self.timings = Timings()
+        self.num_left = 0
         self.recovery = Recovery(max_attempts)
         self.attempt = Attempt(
             CompletionRequest(request, arrival=self.pool.clock.now()),
@@ -61,11 +62,14 @@ class Bench:
             self.recovery,
             router=Router(self.pool, AffinityLimits(capacity=0)),
             mailbox=Mailbox(),
-            on_prefill_over=lambda: None,
+            on_prefill_over=self._left,
             local_prefill_max_tokens=16,
             clock=self.pool.clock,
         )
         self.attempt.reserve(request)
+
+    def _left(self) -> None:
+        self.num_left += 1
 
     def reserved(self, attempt: int = 1, num_cached_tokens: int = 0) -> None:
         self.attempt.handle(D, Reserved(attempt, HANDLE, num_cached_tokens))
@@ -266,3 +270,85 @@ def test_timings_add_the_gateways_wait_to_the_workers() -> None:
     assert bench.timings.queue_ns == 2_000_000_003
     assert bench.timings.prefill_ns == 4
     assert (bench.timings.transfer_ns, bench.timings.transfer_bytes, bench.timings.transport) == (5, 10, "shm")
+
+
+def test_reservation_is_kept_while_its_prefill_waits() -> None:
+    """From the command to the prefill worker until the commit, a new prefill included; never without a prefill."""
+    bench = Bench()
+    assert not bench.decode._awaiting_prefill
+    bench.reserved()
+    assert bench.decode._awaiting_prefill == {RequestId(1)}
+    bench.lose(P)
+    bench.reserved(attempt=2)
+    assert bench.decode._awaiting_prefill == {RequestId(1)}
+    bench.attempt.handle(D, Committed(2, STATS))
+    assert not bench.decode._awaiting_prefill
+    cached = Bench()
+    cached.reserved(num_cached_tokens=39)
+    assert not cached.decode._awaiting_prefill
+
+
+@pytest.mark.parametrize("is_over_by", ["token", "loss", "end", "local"])
+def test_gate_is_left_once_the_prefill_is_over(is_over_by: str) -> None:
+    bench = Bench()
+    assert bench.num_left == 0
+    bench.reserved(num_cached_tokens=39 if is_over_by == "local" else 0)
+    assert bench.num_left == (is_over_by == "local")
+    if is_over_by == "token":
+        bench.token(P, 0)
+    elif is_over_by == "loss":
+        bench.lose(P)
+    elif is_over_by == "end":
+        bench.attempt.let_go()
+    assert bench.num_left >= 1
+
+
+def test_hung_prefill_worker_is_left_for_another_writer() -> None:
+    bench = Bench()
+    bench.reserved()
+    sent(bench.decode)
+    sent(bench.prefills[P])
+    bench.attempt.handle(P, Stalled(WorkerUnavailable("hangs")))
+    # It may come back: it is told that it need not go on.
+    assert kinds(sent(bench.prefills[P])) == [session_pb2.AbortCommand]
+    assert kinds(sent(bench.decode)) == [decode_pb2.SupersedeCommand]
+    bench.reserved(attempt=2)
+    assert bench.prefills[Q].num_requests == 1
+
+
+@pytest.mark.parametrize("has_other", [True, False])
+def test_hung_decode_worker_is_left_only_for_another_one(has_other: bool) -> None:
+    bench = Bench()
+    if has_other:
+        bench.pool.add("other")
+    bench.reserved()
+    bench.token(P, 0)
+    bench.attempt.handle(D, Committed(1, STATS))
+    sent(bench.decode)
+    for _ in range(3):
+        bench.attempt.handle(D, Stalled(WorkerUnavailable("hangs")))
+    assert bench.attempt.is_restart_due is has_other
+    assert bench.attempt.failure is None
+    assert kinds(sent(bench.decode)) == ([session_pb2.AbortCommand] if has_other else [])
+    if not has_other:
+        # It moves again, and the request with it.
+        bench.token(D, 1)
+        assert bench.output.token_ids == [0, 1]
+
+
+def test_hung_decode_worker_costs_no_request_its_last_attempt() -> None:
+    bench = Bench(max_attempts=1)
+    bench.pool.add("other")
+    bench.reserved()
+    bench.attempt.handle(D, Stalled(WorkerUnavailable("hangs")))
+    assert not bench.attempt.is_over
+
+
+def test_request_of_a_second_broken_step_fails_with_its_reason() -> None:
+    bench = Bench(max_attempts=9)
+    bench.reserved()
+    bench.attempt.handle(P, Failed(1, StepFailed("a step failed")))
+    assert kinds(sent(bench.decode))[-1] is decode_pb2.SupersedeCommand
+    bench.reserved(attempt=2)
+    bench.attempt.handle(Q, Failed(2, StepFailed("a step failed")))
+    assert isinstance(bench.attempt.failure, StepFailed)

@@ -9,6 +9,7 @@ from engine.errors import (
     InvalidRequest,
     LeaseExpired,
     PeerUnavailable,
+    StepFailed,
     WorkerUnavailable,
 )
 from engine.types import WorkerId
@@ -64,3 +65,20 @@ def test_attempts_are_limited() -> None:
     assert recovery.after_decode_failure(LOST, D, has_alternative=True) is Remedy.GIVE_UP
     with pytest.raises(ValueError, match="no attempt"):
         recovery.next_attempt()
+
+
+def test_request_in_two_broken_steps_is_tried_no_more() -> None:
+    """Whichever tiers they were on; what is told is no reason to send it again."""
+    recovery = Recovery(9)
+    broken = StepFailed("a step failed")
+    assert recovery.after_prefill_failure(broken, P, is_committed=False, has_first_token=False) is Remedy.SUPERSEDE
+    assert recovery.after_decode_failure(broken, D, has_alternative=True) is Remedy.GIVE_UP
+    assert not broken.is_retryable
+
+
+def test_lost_workers_accuse_nobody() -> None:
+    recovery = Recovery(9)
+    assert recovery.after_decode_failure(StepFailed("x"), D, has_alternative=True) is Remedy.RESTART
+    for error in (LOST, DeviceError("the engine has stopped"), PeerUnavailable("x"), LOST):
+        assert recovery.after_decode_failure(error, D, has_alternative=True) is Remedy.RESTART
+    assert recovery.after_decode_failure(StepFailed("x"), D, has_alternative=True) is Remedy.GIVE_UP

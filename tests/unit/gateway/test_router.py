@@ -1,5 +1,7 @@
 """Where requests go: load, limits, who is avoided, and the pull of a known prefix."""
 
+from dataclasses import replace
+
 import pytest
 
 from engine.errors import WorkerUnavailable
@@ -155,3 +157,47 @@ def test_least_recently_used_prefixes_are_forgotten() -> None:
     assert len(affinity) == 3
     assert affinity.preferred([2]) is None
     assert affinity.preferred([1]) == "b"
+
+
+def test_equal_workers_take_turns() -> None:
+    """Requests that come one by one, each after the end of the one before, meet idle workers only."""
+    pool = OfflinePool()
+    for name in ("a", "b", "c"):
+        pool.add(name)
+    router = Router(pool, OFF)
+    assert [placed(router) for _ in range(6)] == ["a", "b", "c", "a", "b", "c"]
+
+
+def test_stalled_worker_gets_nothing() -> None:
+    pool = OfflinePool()
+    pool.add("a").load = WorkerLoad(is_stalled=True)
+    pool.add("b").is_stall_announced = True
+    with pytest.raises(WorkerUnavailable):
+        placed(Router(pool, OFF))
+    pool.add("c")
+    assert placed(Router(pool, OFF)) == "c"
+
+
+def test_what_every_chat_begins_with_draws_nobody() -> None:
+    """Sixteen different chats under one template: no worker may get more than nine of them."""
+    template = tuple(range(40))
+    pool = OfflinePool()
+    for name in ("a", "b"):
+        pool.add(name, context_length=4096)
+    router = Router(pool, common_prefix=template)
+    chats = [(*template, *range(100 + 50 * index, 140 + 50 * index)) for index in range(16)]
+    names = [router.place(replace(make_request(), token_ids=chat)).info.worker_id for chat in chats]
+    assert max(names.count(WorkerId(name)) for name in ("a", "b")) <= 9
+    # The next turn of each goes where the last one was.
+    turns = [(*chat, *range(90, 99)) for chat in reversed(chats)]
+    again = [router.place(replace(make_request(), token_ids=turn)).info.worker_id for turn in turns]
+    assert again == names[::-1]
+
+
+def test_prompt_that_leaves_the_template_early_is_told_apart_from_there() -> None:
+    template = tuple(range(40))
+    own = (*range(10), *range(500, 560))
+    other = (*range(10), *range(700, 760))
+    assert prefix_keys(own, "", template) == prefix_keys(own[10:], "")
+    assert set(prefix_keys(own, "", template)).isdisjoint(prefix_keys(other, "", template))
+    assert prefix_keys(template, "", template) == []

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine.errors import InvalidRequest, LayoutMismatch
+from engine.errors import InvalidRequest, LayoutMismatch, NameTaken
 from engine.types import Incarnation, WorkerId
 from gateway.worker_registry import WorkerRole
 from tests.unit.gateway.builders import LAYOUT, ManualClock, make_info, make_registry
@@ -138,3 +138,28 @@ def test_unusable_field_is_named(field: str, value: Any) -> None:
 def test_longest_sequence_is_limited_by_context_and_by_pool() -> None:
     assert make_info("decode", context_length=512, num_blocks=64).max_sequence_tokens == 512
     assert make_info("decode", context_length=512, num_blocks=4).max_sequence_tokens == 64
+
+
+def test_name_of_a_live_worker_is_refused_until_its_process_is_gone() -> None:
+    registry = make_registry(ManualClock())
+    connected = {DECODE}
+    registry.ask_for_connections(connected.__contains__)
+    registry.register(make_info("decode"))
+    with pytest.raises(NameTaken, match=r"127\.0\.0\.1:1234.*--worker-id"):
+        registry.register(make_info("decode", incarnation=2))
+    assert [info.incarnation for info in registry.workers()] == [1]
+    registry.register(make_info("decode"))  # the same process, e.g. after this gateway's restart
+    assert registry.keep_alive(DECODE, Incarnation(1), is_draining=False)
+    connected.clear()
+    registry.register(make_info("decode", incarnation=2))
+    assert [info.incarnation for info in registry.workers()] == [2]
+
+
+def test_stall_is_kept_until_it_is_taken_back() -> None:
+    registry = make_registry(ManualClock())
+    changes: list[bool] = []
+    registry.register(make_info("decode"))
+    registry.subscribe(lambda: changes.append(registry.is_stalled(DECODE)))
+    for is_stalled in (False, True, True, False):
+        registry.keep_alive(DECODE, Incarnation(1), is_draining=False, is_stalled=is_stalled)
+    assert changes == [True, False]

@@ -148,3 +148,50 @@ def test_hostile_stop_string_costs_no_more_than_a_plain_one(tmp_path: Path, spm:
     for _ in range(20_000):
         stream.push(token_id)
     assert time.process_time() - started < 5
+
+
+@given(
+    text=st.text(alphabet="ab\n é🙂a", max_size=30),
+    stops=STOPS,
+    include=st.booleans(),
+    min_tokens=st.integers(0, 12),
+)
+def test_stop_strings_count_only_behind_min_tokens(
+    smollm2: Tokenizer, text: str, stops: list[str], include: bool, min_tokens: int
+) -> None:
+    """The first that is complete with a token beyond `min_tokens`; whatever is complete before is ordinary text."""
+    token_ids = smollm2.encode(text)
+    stream = TextStream(smollm2, stops, include_stop_str=include, min_tokens=min_tokens)
+    early = len(smollm2.decode(token_ids[:min_tokens], is_continuation=True).rstrip("\ufffd"))
+    expected, matched = text, None
+    for end in range(early + 1, len(text) + 1):
+        ended = [stop for stop in stops if text[:end].endswith(stop)]
+        if ended:
+            matched = max(ended, key=len)
+            expected = text[: end if include else end - len(matched)]
+            break
+    assert run(stream, token_ids) == expected
+    assert stream.matched_stop == matched
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("include", [True, False])
+def test_stop_string_that_spells_a_control_token_matches_it(smollm2: Tokenizer, skip: bool, include: bool) -> None:
+    token_ids = smollm2.encode("well<|im_start|>then", add_special_tokens=False)
+    assert len(token_ids) == 3
+    stream = TextStream(smollm2, ["<|im_start|>", "zzz"], include_stop_str=include, skip_special_tokens=skip)
+    assert run(stream, token_ids) == "well" + ("<|im_start|>" if include else "")
+    assert stream.matched_stop == "<|im_start|>"
+
+
+def test_control_token_as_stop_string_waits_for_min_tokens(smollm2: Tokenizer) -> None:
+    token_ids = smollm2.encode("a<|im_start|>b<|im_start|>c", add_special_tokens=False)
+    stream = TextStream(smollm2, ["<|im_start|>"], min_tokens=2)
+    assert run(stream, token_ids) == "ab"
+    assert stream.matched_stop == "<|im_start|>"
+
+
+def test_half_a_stop_string_before_a_control_token_is_given_out(smollm2: Tokenizer) -> None:
+    token_ids = smollm2.encode("we<|im_start|>", add_special_tokens=False)
+    stream = TextStream(smollm2, ["west", "<|im_start|>"])
+    assert run(stream, token_ids) == "we"
