@@ -14,8 +14,9 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from engine.errors import EngineError
-from engine.serving.options import PUBLIC_MAX_MESSAGE_BYTES, channel_options
+from engine.serving.options import PUBLIC_MAX_MESSAGE_BYTES, ChannelOptions, channel_options
 from engine.serving.status import from_rpc_error
+from engine.serving.target import parse_target, proxy_options
 from engine.serving.telemetry import traceparent
 from kvrelay.requests import Message, SamplingOptions, chat_prompt, generate_request
 from kvrelay.results import (
@@ -55,11 +56,14 @@ class Client:
 
     Args:
         target: `host:port` of a gateway.
+
+    Raises:
+        InvalidRequest: The target is no address; names `target`.
     """
 
     def __init__(self, target: str = DEFAULT_TARGET) -> None:
-        self.target = target
-        self._channel = grpc.insecure_channel(target, options=channel_options(PUBLIC_MAX_MESSAGE_BYTES))
+        self.target = parse_target(target)
+        self._channel = grpc.insecure_channel(self.target, options=_options(self.target))
         self._stub: Any = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
 
     def close(self) -> None:
@@ -191,11 +195,14 @@ class AsyncClient:
 
     Args:
         target: `host:port` of a gateway.
+
+    Raises:
+        InvalidRequest: The target is no address; names `target`.
     """
 
     def __init__(self, target: str = DEFAULT_TARGET) -> None:
-        self.target = target
-        self._channel = grpc.aio.insecure_channel(target, options=channel_options(PUBLIC_MAX_MESSAGE_BYTES))
+        self.target = parse_target(target)
+        self._channel = grpc.aio.insecure_channel(self.target, options=_options(self.target))
         self._stub: Any = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
 
     async def close(self) -> None:
@@ -317,6 +324,10 @@ def _typed_errors() -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         raise from_rpc_error(error) from error
+
+
+def _options(target: str) -> ChannelOptions:
+    return (*channel_options(PUBLIC_MAX_MESSAGE_BYTES), *proxy_options(target))
 
 
 def _metadata() -> tuple[tuple[str, str], ...]:

@@ -56,6 +56,7 @@ def readable_errors(target: str = "") -> Iterator[None]:
         target: The server that the block talks to, for the message when it cannot be reached.
     """
     from engine.errors import EngineError, InvalidRequest, WorkerUnavailable
+    from engine.serving.target import proxy_note
     from kvrelay.process import ClusterError
 
     try:
@@ -70,7 +71,11 @@ def readable_errors(target: str = "") -> Iterator[None]:
         fail(f"{flag_of(error.field)}: {error.description}", USAGE)
     except WorkerUnavailable as error:
         if target and _is_unreachable(str(error)):
-            fail(f"nothing answers at {target}; start a cluster with `kvrelay serve`, or name another --target")
+            note = proxy_note(target)
+            fail(
+                f"nothing answers at {target}; start a cluster with `kvrelay serve`, or name another --target"
+                + (f" ({note})" if note else "")
+            )
         fail(str(error))
     except (EngineError, ClusterError) as error:
         fail(str(error))

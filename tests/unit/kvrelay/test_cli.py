@@ -231,3 +231,20 @@ def test_fields_are_named_as_they_were_given(field: str, flag: str) -> None:
 def test_odd_text_is_printed_as_it_is(target: str, gateway: FakeGateway) -> None:
     gateway.script = [*answer("[bold]ünï🙂[/bold] %s")]
     assert run("generate", "Hi", "--target", target).stdout == "[bold]ünï🙂[/bold] %s\n"
+
+
+def test_target_is_taken_in_its_obvious_forms(target: str) -> None:
+    port = target.rpartition(":")[2]
+    for given in (port, f"http://{target}"):
+        assert run("status", "--target", given).exit_code == 0
+    result = run("status", "--target", "localhost")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "error: --target: must be host:port, for instance 127.0.0.1:50051, not 'localhost'; the port is missing: "
+        "localhost:PORT\n",
+    )
+
+
+def test_nobody_there_tells_of_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    assert "(http_proxy is set, and not used for this connection)" in run("status", "--target", "127.0.0.1:1").stderr

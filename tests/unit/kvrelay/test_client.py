@@ -320,3 +320,15 @@ def test_threads_share_a_client(target: str) -> None:
     with Client(target) as client, ThreadPoolExecutor(4) as pool:
         texts = list(pool.map(lambda _: client.complete("Hi").text, range(12)))
     assert texts == ["Hello there"] * 12
+
+
+@pytest.mark.parametrize("kind", ["blocking", "asyncio"])
+def test_target_that_is_no_address_is_refused_by_name(kind: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"target: must be host:port.*the port is missing"):
+        AnyClient(kind, "localhost").call("list_models")
+
+
+def test_proxy_for_the_web_is_passed_by(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    for kind in ("blocking", "asyncio"):
+        assert AnyClient(kind, target).call("list_models")
