@@ -1,7 +1,7 @@
 """Channel arguments for every gRPC server and channel of the project.
 
-Owns sizes, keepalive, compression and proxies so that both sides of a connection agree. Never opens anything itself; see
-`engine/serving/server.py` for the server that uses them.
+Owns sizes, keepalive, compression and proxies so that both sides of a connection agree. Never opens anything itself;
+see `engine/serving/server.py` for the server that uses them.
 """
 
 from typing import Final, TypeAlias

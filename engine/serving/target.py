@@ -94,7 +94,7 @@ def proxy_options(target: str, env: Mapping[str, str] | None = None) -> ChannelO
 
 
 def proxy_note(target: str, env: Mapping[str, str] | None = None) -> str:
-    """Return what to tell a person about proxies when nobody answers at `target`; empty where the environment names none."""
+    """Return what to tell of proxies when nobody answers at `target`; empty where the environment names none."""
     env = os.environ if env is None else env
     if proxy_options(target, env):
         return f"the way there is the proxy of {PROXY_VARIABLE}, which no_grpc_proxy makes exceptions from"

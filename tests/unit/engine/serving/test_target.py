@@ -3,6 +3,7 @@
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -111,6 +112,6 @@ async def test_channels_of_a_cluster_pass_the_web_s_proxy_by(
     async with ServiceServer() as server:
         await server.start()
         async with grpc.aio.insecure_channel(server.address, options=options) as channel:
-            check = channel.unary_unary("/grpc.health.v1.Health/Check")
+            check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
             await check(b"", timeout=10)
     assert proxy == []
