@@ -12,6 +12,7 @@ from engine.loop import EngineLoop
 from engine.model.source import resolve_model
 from engine.serving.heap import freeze_start_up
 from engine.serving.server import ServiceServer
+from engine.serving.start_up import stops_at_once
 from engine.serving.telemetry import configure_logging, configure_tracing, shutdown_tracing
 from engine.types import Incarnation, SequenceOutput, WorkerId
 from kvrelay.v1 import registry_service_pb2, worker_service_pb2, worker_service_pb2_grpc
@@ -198,7 +199,8 @@ def run_worker(settings: WorkerSettings, role_name: str, make_process: Callable[
     configure_tracing(f"kvrelay-{role_name}", settings.otlp_endpoint)
     share_cores(settings.nice, settings.time_slice_us)
     try:
-        return asyncio.run(make_process().run())
+        with stops_at_once(f"kvrelay {role_name}"):
+            return asyncio.run(make_process().run())
     except EngineError as error:
         _log.error("worker.failed", error=str(error))
         return 1

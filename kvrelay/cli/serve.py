@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.text import Text
 
+from engine.serving.start_up import stops_at_once
 from kvrelay.cli.console import Progress, err, readable_errors
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def serve(context: typer.Context) -> None:
     from kvrelay.cli.serve_settings import ServeSettings, check_keys
 
     settings = parse_settings(ServeSettings, context.args, "kvrelay serve")
-    with readable_errors():
+    with readable_errors(), stops_at_once("kvrelay serve", (signal.SIGTERM,)):
         config = config_path(context.args)
         if config is not None:
             check_keys(config)
