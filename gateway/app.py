@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import secrets
 
 import structlog
 
@@ -90,6 +91,7 @@ class Gateway:
             admission=self.admission,
             generation=self.generation,
             clock=clock,
+            instance_id=settings.instance_id or secrets.token_hex(8),
         )
         self.pool.subscribe(self._update_readiness)
         self.pool.subscribe_gone(self.router.forget_worker)

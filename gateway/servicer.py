@@ -146,6 +146,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
                 num_blocks=worker.info.num_blocks,
                 transports=worker.info.transports,
                 num_leases=worker.load.num_leases,
+                kernels=worker.info.kernels,
             )
             for worker in cluster.workers
         ]
@@ -155,6 +156,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
             num_running_requests=cluster.num_running_requests,
             num_queued_requests=cluster.num_queued_requests,
             uptime_ms=cluster.uptime_ms,
+            instance_id=cluster.instance_id,
         )
 
 

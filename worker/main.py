@@ -19,6 +19,7 @@ from kvrelay.v1 import registry_service_pb2, worker_service_pb2, worker_service_
 from kvrelay.wire.layout import layout_to_proto
 from worker.advertise import advertised_host
 from worker.bootstrap import build_engine
+from worker.kernels import describe_kernels
 from worker.priority import share_cores
 from worker.registration import Registration
 from worker.settings import WorkerSettings
@@ -98,6 +99,7 @@ class WorkerProcess:
             "worker.ready",
             worker_id=context.worker_id,
             model=info.model_name,
+            kernels=info.kernels,
             address=context.address,
             num_blocks=info.num_blocks,
             block_size=context.layout.block_size,
@@ -171,6 +173,7 @@ class WorkerProcess:
             layout=layout_to_proto(context.layout),
             num_blocks=context.kv_cache.num_blocks,
             device=str(model.device),
+            kernels=await asyncio.to_thread(describe_kernels, model, self._settings.compute, self._settings.model),
         )
 
     def _register_request(
@@ -190,6 +193,7 @@ class WorkerProcess:
             transports=tier.transports,
             architecture=info.architecture,
             vocab_size=info.vocab_size,
+            kernels=info.kernels,
         )
 
 

@@ -106,7 +106,7 @@ class ServiceServer:
             InvalidRequest: The address cannot be used; names the setting `port` or `host`.
         """
         if self._bound_port is None:
-            _check_address(self._host, self._requested_port)
+            check_address(self._host, self._requested_port)
             address = _join(self._host, self._requested_port)
             try:
                 self._bound_port = self.grpc_server.add_insecure_port(address)
@@ -231,8 +231,12 @@ def _join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _check_address(host: str, port: int) -> None:
-    """Try the address with a plain socket, whose errors say what is wrong; gRPC only says that it failed."""
+def check_address(host: str, port: int) -> None:
+    """Try an address with a plain socket, whose errors say what is wrong; gRPC only says that it failed.
+
+    Raises:
+        InvalidRequest: A server could not listen there now; names the setting `port` or `host`.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as error:

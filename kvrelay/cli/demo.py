@@ -101,10 +101,12 @@ async def _started(config: "ClusterConfig") -> AsyncIterator["LocalCluster"]:
 
 
 async def _show_banner(client: "AsyncClient", cluster: "LocalCluster") -> None:
-    from kvrelay.cli.banner import ask_workers, ready_banner
+    from kvrelay.cli.banner import ask_workers, kernel_notes, ready_banner
 
     info, models = await client.server_info(), await client.list_models()
     err.print(ready_banner(cluster.target, models, info, await ask_workers(info), cluster.processes))
+    for note in kernel_notes(info):
+        err.print(Text(note, style="yellow"), soft_wrap=True)
 
 
 async def _ask(client: "AsyncClient", prompt: str, sampling: "SamplingOptions") -> "RequestReport":

@@ -86,7 +86,7 @@ async def _serve(config: "ClusterConfig") -> None:
 
 async def _run(cluster: "LocalCluster", progress: Progress) -> None:
     """Start the cluster, show that it is ready, and raise what ends it."""
-    from kvrelay.cli.banner import ask_workers, ready_banner
+    from kvrelay.cli.banner import ask_workers, kernel_notes, ready_banner
     from kvrelay.client import AsyncClient
 
     progress.start()
@@ -97,5 +97,7 @@ async def _run(cluster: "LocalCluster", progress: Progress) -> None:
     banner = ready_banner(cluster.target, models, info, await ask_workers(info), cluster.processes)
     progress.stop()
     err.print(banner)
+    for note in kernel_notes(info):
+        err.print(Text(note, style="yellow"), soft_wrap=True)
     err.print(Text(f'try: kvrelay generate "The capital of France is" --target {cluster.target}'), soft_wrap=True)
     raise await cluster.wait_failed()

@@ -22,6 +22,9 @@ _TIMEOUT_S = 5.0
 
 def status(target: options.Target = _DEFAULT_TARGET, as_json: options.Json = False) -> None:
     """Show the workers behind a gateway and what they are doing."""
+    from rich.text import Text
+
+    from kvrelay.cli.banner import kernel_notes
     from kvrelay.client import Client
 
     with readable_errors(target), Client(target) as client:
@@ -31,11 +34,15 @@ def status(target: options.Target = _DEFAULT_TARGET, as_json: options.Json = Fal
             print(json.dumps(shown))
         else:
             out.print(_table(target, info, models))
+            for note in kernel_notes(info):
+                out.print(Text(note, style="yellow"), soft_wrap=True)
 
 
 def _table(target: str, info: "ServerInfo", models: "Sequence[ModelSummary]") -> "Table":
     from rich.table import Table
     from rich.text import Text
+
+    from kvrelay.cli.banner import kernel_names
 
     names = ", ".join(model.name for model in models) or "no model yet"
     table = Table(
@@ -44,7 +51,18 @@ def _table(target: str, info: "ServerInfo", models: "Sequence[ModelSummary]") ->
         title_justify="left",
         caption_justify="left",
     )
-    for name in ("worker", "role", "address", "state", "running", "waiting", "leases", "free blocks", "transports"):
+    for name in (
+        "worker",
+        "role",
+        "address",
+        "state",
+        "running",
+        "waiting",
+        "leases",
+        "free blocks",
+        "kernels",
+        "transports",
+    ):
         table.add_column(name)
     for worker in info.workers:
         state = "draining" if worker.is_draining else "connected" if worker.is_connected else "not connected"
@@ -57,6 +75,7 @@ def _table(target: str, info: "ServerInfo", models: "Sequence[ModelSummary]") ->
             str(worker.num_waiting),
             str(worker.num_leases) if worker.role == "decode" else "-",
             f"{worker.num_free_blocks:,} of {worker.num_blocks:,}",
+            kernel_names(worker),
             ", ".join(worker.transports),
         )
     return table

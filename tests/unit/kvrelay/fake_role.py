@@ -30,6 +30,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, on_term)
     if role == "gateway":
         fake = FakeGateway()
+        fake.instance_id = flags["--instance-id"]
         workers = [("prefill", int(os.environ.get("FAKE_PREFILL", "1"))), ("decode", 1)]
         fake.workers = [
             pb.WorkerSummary(worker_id=f"{tier}-{index}", role=tier, is_connected=not behaviour.startswith("crash"))

@@ -136,6 +136,12 @@ def test_status_shows_the_workers(target: str) -> None:
     assert all(word in text for word in ("decode-0", "prefill-0", "connected", "not connected", "9 of 10", "tiny"))
 
 
+def test_status_says_which_kernels_run_and_why_they_are_slow(target: str) -> None:
+    shown = run("status", "--target", target)
+    assert "native (avx2)" in shown.stdout
+    assert "\nprefill-0: torch, slow: native kernels cannot be had, no C++ compiler\n" in shown.stdout
+
+
 def test_status_as_json_holds_all_that_is_known(target: str) -> None:
     shown = json.loads(run("status", "--target", target, "--json").stdout)
     assert shown["target"] == target

@@ -276,6 +276,7 @@ def test_questions_are_answered_with_values(client: AnyClient) -> None:
     assert [worker.worker_id for worker in info.connected("decode")] == ["decode-0"]
     assert info.connected("prefill") == ()
     assert info.workers[0].transports == ("shm", "grpc")
+    assert (info.instance_id, info.workers[0].kernels) == ("gateway-1", "native (avx2)")
 
 
 def test_health_tells_ready_not_ready_and_unknown_apart(client: AnyClient) -> None:
