@@ -18,7 +18,15 @@ from engine.serving.options import PUBLIC_MAX_MESSAGE_BYTES, ChannelOptions, cha
 from engine.serving.status import from_rpc_error
 from engine.serving.target import parse_target, proxy_options
 from engine.serving.telemetry import traceparent
-from kvrelay.requests import Message, SamplingOptions, chat_prompt, generate_request
+from kvrelay.requests import (
+    Message,
+    SamplingOptions,
+    abort_request,
+    detokenize_request,
+    fill,
+    generate_request,
+    tokenize_request,
+)
 from kvrelay.results import (
     Complete,
     Completion,
@@ -144,11 +152,11 @@ class Client:
     ) -> list[int]:
         """Return the token ids of a text or a chat, as `generate` would take them."""
         with _typed_errors():
-            return list(self._stub.Tokenize(_tokenize_request(text, messages, model)).token_ids)
+            return list(self._stub.Tokenize(tokenize_request(text, messages, model)).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, model: str = "") -> str:
         """Return the text of token ids."""
-        request = pb.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        request = detokenize_request(token_ids, model, skip_special_tokens=skip_special_tokens)
         with _typed_errors():
             return str(self._stub.Detokenize(request).text)
 
@@ -165,7 +173,7 @@ class Client:
     def abort(self, *request_ids: int) -> tuple[int, ...]:
         """End running requests, named by `Started.request_id`; return which of them were running."""
         with _typed_errors():
-            return tuple(self._stub.Abort(pb.AbortRequest(request_ids=request_ids)).aborted_request_ids)
+            return tuple(self._stub.Abort(abort_request(request_ids)).aborted_request_ids)
 
     def is_serving(self, service: str = INFERENCE_SERVICE, timeout_s: float | None = 5.0) -> bool:
         """Whether a service is ready; "" asks only whether the process lives.
@@ -175,7 +183,7 @@ class Client:
         """
         stub: Any = health_pb2_grpc.HealthStub(self._channel)
         try:
-            response = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
+            response = stub.Check(_health_request(service), timeout=timeout_s)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return False
@@ -267,11 +275,11 @@ class AsyncClient:
     ) -> list[int]:
         """Return the token ids of a text or a chat, as `generate` would take them."""
         with _typed_errors():
-            return list((await self._stub.Tokenize(_tokenize_request(text, messages, model))).token_ids)
+            return list((await self._stub.Tokenize(tokenize_request(text, messages, model))).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, model: str = "") -> str:
         """Return the text of token ids."""
-        request = pb.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        request = detokenize_request(token_ids, model, skip_special_tokens=skip_special_tokens)
         with _typed_errors():
             return str((await self._stub.Detokenize(request)).text)
 
@@ -288,13 +296,13 @@ class AsyncClient:
     async def abort(self, *request_ids: int) -> tuple[int, ...]:
         """End running requests, named by `Started.request_id`; return which of them were running."""
         with _typed_errors():
-            return tuple((await self._stub.Abort(pb.AbortRequest(request_ids=request_ids))).aborted_request_ids)
+            return tuple((await self._stub.Abort(abort_request(request_ids))).aborted_request_ids)
 
     async def is_serving(self, service: str = INFERENCE_SERVICE, timeout_s: float | None = 5.0) -> bool:
         """Whether a service is ready; see `Client.is_serving`."""
         stub: Any = health_pb2_grpc.HealthStub(self._channel)
         try:
-            response = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
+            response = await stub.Check(_health_request(service), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return False
@@ -335,7 +343,7 @@ def _metadata() -> tuple[tuple[str, str], ...]:
     return (("traceparent", current),) if current else ()
 
 
-def _tokenize_request(text: str | None, messages: Sequence[Message] | None, model: str) -> pb.TokenizeRequest:
-    if messages is not None:
-        return pb.TokenizeRequest(model=model, chat=chat_prompt(messages))
-    return pb.TokenizeRequest(model=model, text=text or "")
+def _health_request(service: str) -> health_pb2.HealthCheckRequest:
+    request = health_pb2.HealthCheckRequest()
+    fill(request, "service", service)
+    return request

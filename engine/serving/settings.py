@@ -22,6 +22,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from engine.serving.unicode_text import unicode_problem
+
 ENV_PREFIX: Final = "KVRELAY_"
 SECTIONS: Final = ("gateway", "prefill", "decode", "serve")
 """Top-level YAML keys that hold one role's own settings; every other key is for all roles that know it."""
@@ -114,6 +116,8 @@ def _parse(
     origins: dict[str, str] = {}
 
     def put(field: str, value: Any, origin: str) -> None:
+        if isinstance(value, str) and (problem := unicode_problem(value)):
+            _fail(prog, f"{origin}: {problem}")
         values[field], origins[field] = value, origin
 
     if config:

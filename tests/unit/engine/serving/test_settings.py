@@ -207,3 +207,13 @@ def test_wrong_variables_are_not_taken_for_a_service(
 ) -> None:
     monkeypatch.setenv(f"KVRELAY_{name}", text)
     assert f"KVRELAY_{name}: {text!r} is not valid" in refused(capsys)
+
+
+def test_text_that_is_no_unicode_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (
+        refused(capsys, "--host", "a\udcff") == "kvrelay decode: --host: byte 0xff at character 1 is not UTF-8 text\n"
+    )
+    monkeypatch.setenv("KVRELAY_HOST", "\udc80")
+    assert "KVRELAY_HOST: byte 0x80" in refused(capsys)
