@@ -1,13 +1,12 @@
 """`kvrelay status | health | version`: questions that a running gateway answers at once."""
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvrelay.cli import options
-from kvrelay.cli.console import FAILURE, err, out, readable_errors
+from kvrelay.cli.console import FAILURE, err, out, print_json, readable_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +30,7 @@ def status(target: options.Target = _DEFAULT_TARGET, as_json: options.Json = Fal
         info, models = client.server_info(timeout_s=_TIMEOUT_S), client.list_models()
         if as_json:
             shown = {"target": target, "models": [asdict(model) for model in models], **asdict(info)}
-            print(json.dumps(shown))
+            print_json(shown)
         else:
             out.print(_table(target, info, models))
             for note in kernel_notes(info):
@@ -104,3 +103,17 @@ def version() -> None:
     import kvrelay
 
     print(kvrelay.__version__)
+
+
+def _version_and_end(is_wanted: bool) -> None:
+    if is_wanted:
+        version()
+        raise typer.Exit
+
+
+def global_options(
+    is_version: Annotated[
+        bool, typer.Option("--version", callback=_version_and_end, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Serve large language models with separate prefill and decode workers."""

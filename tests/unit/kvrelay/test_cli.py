@@ -13,6 +13,7 @@ import kvrelay
 from engine.errors import CapacityError, InvalidRequest, ModelNotFound
 from kvrelay.cli.console import flag_of
 from kvrelay.cli.main import app
+from kvrelay.v1 import sampling_pb2
 
 from .fake_gateway import FakeGateway, answer
 
@@ -24,7 +25,9 @@ def run(*argv: str, stdin: str | None = None) -> Result:
     return result
 
 
-COMMANDS = ["demo", "serve", "check", "gateway", "prefill", "decode", "generate", "chat", "status", "health", "version"]
+ROLES = ["gateway", "prefill", "decode"]
+QUESTIONS = ["generate", "chat", "tokenize", "models", "status", "health"]
+COMMANDS = ["demo", "serve", "check", *ROLES, *QUESTIONS, "version"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -41,6 +44,7 @@ def test_help_lists_every_command() -> None:
 
 def test_version_is_the_packages() -> None:
     assert run("version").stdout.strip() == kvrelay.__version__
+    assert run("--version").stdout.strip() == kvrelay.__version__
 
 
 def test_text_is_streamed_to_standard_output_only(target: str, gateway: FakeGateway) -> None:
@@ -227,6 +231,9 @@ def test_model_that_leads_nowhere_starts_nothing() -> None:
         ("model", "--model"),
         ("chat.messages", "the messages"),
         ("text", "the prompt"),
+        ("messages[0].content", "the messages"),
+        ("sampling_params.stop_token_ids[3]", "--stop-token-id"),
+        ("sampling_params.logit_bias[7]", "--logit-bias"),
         ("sampling_params.stop[3]", "--stop"),
     ],
 )
@@ -254,3 +261,54 @@ def test_target_is_taken_in_its_obvious_forms(target: str) -> None:
 def test_nobody_there_tells_of_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     assert "(http_proxy is set, and not used for this connection)" in run("status", "--target", "127.0.0.1:1").stderr
+
+
+def test_every_flag_of_sampling_is_sent(target: str, gateway: FakeGateway) -> None:
+    flags = ["--stop-token-id", "7", "--stop-token-id", "8", "--logit-bias", "3=-1.5", "--logit-bias", "4=2"]
+    assert run("generate", "Hi", "--target", target, *flags, "--logprobs", "0", "--n", "1").exit_code == 0
+    params = gateway.requests[0].sampling_params
+    assert list(params.stop_token_ids) == [7, 8]
+    assert dict(params.logit_bias) == {3: -1.5, 4: 2.0}
+    assert (params.n, params.HasField("logprobs"), params.logprobs) == (1, True, 0)
+
+
+@pytest.mark.parametrize("bias", ["3", "x=1", "3=", "=1"])
+def test_bias_that_is_none_is_named(bias: str) -> None:
+    result = run("generate", "Hi", "--logit-bias", bias)
+    assert result.exit_code == 2
+    assert "TOKEN=BIAS" in result.stderr
+
+
+def test_several_answers_are_printed_one_after_the_other(target: str, gateway: FakeGateway) -> None:
+    gateway.script = [*answer("second", [1], index=1), *answer("first", [2], index=0)]
+    result = run("generate", "Hi", "--n", "2", "--target", target)
+    assert result.stdout == "[1 of 2]\nfirst\n[2 of 2]\nsecond\n"
+    shown = json.loads(run("generate", "Hi", "--n", "2", "--json", "--target", target).stdout)
+    assert [(each["text"], each["seed"]) for each in shown["completions"]] == [("first", 77), ("second", 78)]
+
+
+def test_logprobs_are_shown_beside_the_text_and_in_json(target: str, gateway: FakeGateway) -> None:
+    entry = sampling_pb2.TokenLogprob(token_id=5, logprob=-0.5, rank=1)
+    chunk, complete = answer("A", [5])
+    chunk.chunk.logprobs.append(sampling_pb2.PositionLogprobs(sampled=entry, top=[entry]))
+    gateway.script = [chunk, complete]
+    result = run("generate", "Hi", "--logprobs", "1", "--target", target)
+    assert result.stdout == "A\n"
+    assert "5 -0.500" in result.stderr
+    shown = json.loads(run("generate", "Hi", "--logprobs", "1", "--json", "--target", target).stdout)
+    assert shown["logprobs"][0]["sampled"] == {"token_id": 5, "logprob": -0.5, "rank": 1}
+
+
+def test_models_are_listed(target: str) -> None:
+    text = run("models", "--target", target).stdout
+    assert all(word in text for word in ("tiny", "llama", "512", "100", "yes"))
+    shown = json.loads(run("models", "--json", "--target", target).stdout)
+    assert [model["context_length"] for model in shown["models"]] == [512]
+
+
+def test_text_is_tokenized(target: str) -> None:
+    assert run("tokenize", "a bb ccc", "--target", target).stdout == "1 2 3\n"
+    assert run("tokenize", "-", "--target", target, stdin="a bb").stdout == "1 2\n"
+    assert run("tokenize", "four words in all", "--chat", "--target", target).stdout == "17\n"
+    shown = json.loads(run("tokenize", "a bb", "--json", "--target", target).stdout)
+    assert shown == {"num_tokens": 2, "token_ids": [1, 2]}
