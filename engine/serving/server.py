@@ -17,9 +17,10 @@ import grpc.aio
 import structlog
 
 from engine.errors import InvalidRequest
-from engine.serving.health import add_health, add_reflection
+from engine.serving.health import add_health
 from engine.serving.interceptors import CallTracker, ErrorInterceptor, LoggingInterceptor, TracingInterceptor
 from engine.serving.options import INTERNAL_MAX_MESSAGE_BYTES, server_options
+from engine.serving.reflection import add_reflection
 
 DrainHook = Callable[[], Awaitable[None]]
 
