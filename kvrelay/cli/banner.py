@@ -88,7 +88,7 @@ def ready_banner(
 ) -> Table:
     """Return the table shown when a cluster is ready."""
     by_name = {process.name: process for process in processes}
-    model = ", ".join(f"{m.name} ({m.architecture}, context {m.context_length:,})" for m in models)
+    model = ", ".join(f"{m.name} ({m.architecture}, requests of up to {m.context_length:,} tokens)" for m in models)
     transport = common_transport(info)
     travels = f"KV over {transport}" if transport else "no KV transfer, decode workers prefill"
     table = Table(

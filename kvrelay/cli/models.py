@@ -23,7 +23,7 @@ def models(target: options.Target = _DEFAULT_TARGET, as_json: options.Json = Fal
             print_json({"models": [asdict(model) for model in served]})
             return
         table = Table()
-        for name in ("model", "architecture", "context", "vocabulary", "chat"):
+        for name in ("model", "architecture", "tokens a request", "vocabulary", "chat"):
             table.add_column(name)
         for model in served:
             sizes = (f"{model.context_length:,}", f"{model.vocab_size:,}")
