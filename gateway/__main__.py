@@ -8,6 +8,7 @@ import structlog
 
 from engine.errors import EngineError
 from engine.serving.settings import parse_settings
+from engine.serving.start_up import stops_at_once
 from engine.serving.telemetry import configure_logging, configure_tracing, shutdown_tracing
 from gateway.app import serve
 from gateway.settings import GatewaySettings
@@ -25,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_logging("gateway", json=settings.log_json, level=settings.log_level)
     configure_tracing("kvrelay-gateway", settings.otlp_endpoint)
     try:
-        return asyncio.run(serve(settings))
+        with stops_at_once("kvrelay gateway"):
+            return asyncio.run(serve(settings))
     except EngineError as error:
         _log.error("gateway.failed", reason=error.reason, error=str(error))
         return 2

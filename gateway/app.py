@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import secrets
 
 import structlog
 
@@ -98,6 +99,7 @@ class Gateway:
             admission=self.admission,
             generation=self.generation,
             clock=clock,
+            instance_id=settings.instance_id or secrets.token_hex(8),
         )
         self.pool.subscribe(self._update_readiness)
         self.pool.subscribe(self.prefill_gate.let_pass)

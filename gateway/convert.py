@@ -80,7 +80,7 @@ def to_call(message: inference_pb2.GenerateRequest, limits: ModelLimits) -> Gene
         if limits.max_sequence_tokens is not None and max_tokens >= limits.max_sequence_tokens:
             raise ContextTooLong(
                 f"{_PARAMS}.max_tokens",
-                f"{max_tokens} tokens and a prompt do not fit the context of {limits.max_sequence_tokens}",
+                f"{max_tokens} tokens and a prompt do not fit {limits.room}",
             )
         if params.min_tokens > max_tokens:
             raise InvalidRequest(

@@ -116,6 +116,7 @@ class Generation:
             max_token_bytes=self._tokenizer.max_token_bytes,
             max_prompt_bytes=self._max_prompt_bytes,
             max_sequence_tokens=max((info.max_sequence_tokens for info in workers), default=None),
+            context_length=max((info.context_length for info in workers), default=None),
         )
 
     async def run(self, call: GenerateCall, limits: ModelLimits, sink: Sink, *, deadline: float | None) -> None:

@@ -41,8 +41,7 @@ async def resolve(
     if max_tokens > num_left:
         raise ContextTooLong(
             "sampling_params.max_tokens",
-            f"the prompt has {len(token_ids)} of the context's {max_sequence_tokens} tokens, "
-            f"which leaves {num_left}, not {max_tokens}",
+            f"the prompt has {len(token_ids)} tokens, which leaves {num_left} of {limits.room}, not {max_tokens}",
         )
     if call.sampling_params.min_tokens > max_tokens:
         raise InvalidRequest(

@@ -80,4 +80,5 @@ def _to_info(message: registry_pb2.RegisterRequest) -> WorkerInfo:
         max_num_seqs=message.max_num_seqs,
         transfer_addresses=tuple(message.transfer_addresses),
         transports=tuple(message.transports),
+        kernels=message.kernels,
     )

@@ -66,6 +66,18 @@ class ModelLimits:
     """Longest prompt text in bytes, whatever the context."""
     max_sequence_tokens: int | None
     """Most tokens of prompt and output together; None while no decode worker is known."""
+    context_length: int | None = None
+    """The model's own limit, which a small KV cache may not reach; None: `max_sequence_tokens` is it."""
+
+    @property
+    def room(self) -> str:
+        """What holds `max_sequence_tokens`, in the words of an error."""
+        if self.context_length is None or self.max_sequence_tokens == self.context_length:
+            return f"the context of {self.max_sequence_tokens} tokens"
+        return (
+            f"the {self.max_sequence_tokens} tokens that a decode worker's KV cache holds"
+            f" (the model's context is {self.context_length})"
+        )
 
     @property
     def max_text_bytes(self) -> int:

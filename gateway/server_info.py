@@ -45,6 +45,7 @@ class ClusterStatus:
     num_running_requests: int
     num_queued_requests: int
     uptime_ms: int
+    instance_id: str
 
 
 class ServerInfo:
@@ -60,6 +61,7 @@ class ServerInfo:
         admission: Admission,
         generation: Generation,
         clock: Clock,
+        instance_id: str,
     ) -> None:
         self._model_name = model_name
         self._tokenizer = tokenizer
@@ -68,6 +70,7 @@ class ServerInfo:
         self._admission = admission
         self._generation = generation
         self._clock = clock
+        self._instance_id = instance_id
         self._started_at = clock.now()
 
     def model(self) -> ModelCard:
@@ -90,6 +93,7 @@ class ServerInfo:
             num_running_requests=self._generation.num_running,
             num_queued_requests=self._admission.num_queued,
             uptime_ms=int((self._clock.now() - self._started_at) * 1000),
+            instance_id=self._instance_id,
         )
 
     def _status(self, info: WorkerInfo) -> WorkerStatus:

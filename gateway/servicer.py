@@ -147,6 +147,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
                 transports=worker.info.transports,
                 num_leases=worker.load.num_leases,
                 is_stalled=worker.is_stalled,
+                kernels=worker.info.kernels,
             )
             for worker in cluster.workers
         ]
@@ -156,6 +157,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
             num_running_requests=cluster.num_running_requests,
             num_queued_requests=cluster.num_queued_requests,
             uptime_ms=cluster.uptime_ms,
+            instance_id=cluster.instance_id,
         )
 
 

@@ -15,6 +15,7 @@ class GatewaySettings(RoleSettings):
     port: int = Field(50051, ge=0, le=65535, description="port of the public API and of worker registration")
     model: str = Field("smollm2", description="model served: smollm2, a folder, a .gguf file or a Hugging Face id")
     served_model_name: str | None = Field(None, description="name that requests and workers use; default: the model's")
+    instance_id: str = Field("", description="name that tells this process from others; default: random")
     max_running_requests: int = Field(256, ge=1, description="most completions that run at once")
     max_queued_requests: int = Field(1024, ge=0, description="most requests that wait for admission; more are shed")
     queue_timeout_s: float = Field(

@@ -71,10 +71,13 @@ def check_prompt_tokens(field: str, num_tokens: int, limits: ModelLimits) -> Non
     most = limits.max_sequence_tokens
     if most is not None and num_tokens + 1 > most:
         raise ContextTooLong(
-            field, f"the prompt has {num_tokens} tokens; with at least one new token it must fit the context of {most}"
+            field, f"the prompt has {num_tokens} tokens; with at least one new token it must fit {limits.room}"
         )
 
 
 def _check_prompt_bytes(field: str, num_bytes: int, limits: ModelLimits) -> None:
-    if num_bytes > limits.max_text_bytes:
-        raise ContextTooLong(field, f"the prompt has over {limits.max_text_bytes} bytes, which cannot fit the context")
+    if num_bytes > limits.max_prompt_bytes:
+        raise ContextTooLong(field, f"the prompt has over {limits.max_prompt_bytes} bytes, the most that is taken here")
+    most = limits.max_text_bytes
+    if num_bytes > most:
+        raise ContextTooLong(field, f"the prompt has over {most} bytes, which cannot fit {limits.room}")

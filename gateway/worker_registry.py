@@ -46,6 +46,8 @@ class WorkerInfo:
     transfer_addresses: tuple[str, ...] = ()
     """Where KV can be sent to, best first (decode only)."""
     transports: tuple[str, ...] = ()
+    kernels: str = ""
+    """What it computes with, for people."""
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -37,6 +37,7 @@ DEFAULT_OPTIONS: Final[tuple[tuple[str, int | str], ...]] = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_http_proxy", 0),
     # A connection of its own per peer: KV must not queue behind the control streams of a shared one.
     ("grpc.use_local_subchannel_pool", 1),
 )

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
+from engine.serving.start_up import stops_at_once
+
 _PR_SET_PDEATHSIG: Final = 1
 ROLE_MODULES: Final = {"gateway": "gateway", "prefill": "prefill_service", "decode": "decode_service"}
 
@@ -28,7 +30,8 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(1)
     module = ROLE_MODULES[role]
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    with stops_at_once(f"kvrelay {role}"):
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

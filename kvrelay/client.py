@@ -14,10 +14,19 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from engine.errors import EngineError
-from engine.serving.options import PUBLIC_MAX_MESSAGE_BYTES, channel_options
+from engine.serving.options import PUBLIC_MAX_MESSAGE_BYTES, ChannelOptions, channel_options
 from engine.serving.status import from_rpc_error
+from engine.serving.target import parse_target, proxy_options
 from engine.serving.telemetry import traceparent
-from kvrelay.requests import Message, SamplingOptions, chat_prompt, generate_request
+from kvrelay.requests import (
+    Message,
+    SamplingOptions,
+    abort_request,
+    detokenize_request,
+    fill,
+    generate_request,
+    tokenize_request,
+)
 from kvrelay.results import (
     Complete,
     Completion,
@@ -55,11 +64,14 @@ class Client:
 
     Args:
         target: `host:port` of a gateway.
+
+    Raises:
+        InvalidRequest: The target is no address; names `target`.
     """
 
     def __init__(self, target: str = DEFAULT_TARGET) -> None:
-        self.target = target
-        self._channel = grpc.insecure_channel(target, options=channel_options(PUBLIC_MAX_MESSAGE_BYTES))
+        self.target = parse_target(target)
+        self._channel = grpc.insecure_channel(self.target, options=_options(self.target))
         self._stub: Any = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
 
     def close(self) -> None:
@@ -140,11 +152,11 @@ class Client:
     ) -> list[int]:
         """Return the token ids of a text or a chat, as `generate` would take them."""
         with _typed_errors():
-            return list(self._stub.Tokenize(_tokenize_request(text, messages, model)).token_ids)
+            return list(self._stub.Tokenize(tokenize_request(text, messages, model)).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, model: str = "") -> str:
         """Return the text of token ids."""
-        request = pb.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        request = detokenize_request(token_ids, model, skip_special_tokens=skip_special_tokens)
         with _typed_errors():
             return str(self._stub.Detokenize(request).text)
 
@@ -161,7 +173,7 @@ class Client:
     def abort(self, *request_ids: int) -> tuple[int, ...]:
         """End running requests, named by `Started.request_id`; return which of them were running."""
         with _typed_errors():
-            return tuple(self._stub.Abort(pb.AbortRequest(request_ids=request_ids)).aborted_request_ids)
+            return tuple(self._stub.Abort(abort_request(request_ids)).aborted_request_ids)
 
     def is_serving(self, service: str = INFERENCE_SERVICE, timeout_s: float | None = 5.0) -> bool:
         """Whether a service is ready; "" asks only whether the process lives.
@@ -171,7 +183,7 @@ class Client:
         """
         stub: Any = health_pb2_grpc.HealthStub(self._channel)
         try:
-            response = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
+            response = stub.Check(_health_request(service), timeout=timeout_s)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return False
@@ -191,11 +203,14 @@ class AsyncClient:
 
     Args:
         target: `host:port` of a gateway.
+
+    Raises:
+        InvalidRequest: The target is no address; names `target`.
     """
 
     def __init__(self, target: str = DEFAULT_TARGET) -> None:
-        self.target = target
-        self._channel = grpc.aio.insecure_channel(target, options=channel_options(PUBLIC_MAX_MESSAGE_BYTES))
+        self.target = parse_target(target)
+        self._channel = grpc.aio.insecure_channel(self.target, options=_options(self.target))
         self._stub: Any = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
 
     async def close(self) -> None:
@@ -260,11 +275,11 @@ class AsyncClient:
     ) -> list[int]:
         """Return the token ids of a text or a chat, as `generate` would take them."""
         with _typed_errors():
-            return list((await self._stub.Tokenize(_tokenize_request(text, messages, model))).token_ids)
+            return list((await self._stub.Tokenize(tokenize_request(text, messages, model))).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, model: str = "") -> str:
         """Return the text of token ids."""
-        request = pb.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        request = detokenize_request(token_ids, model, skip_special_tokens=skip_special_tokens)
         with _typed_errors():
             return str((await self._stub.Detokenize(request)).text)
 
@@ -281,13 +296,13 @@ class AsyncClient:
     async def abort(self, *request_ids: int) -> tuple[int, ...]:
         """End running requests, named by `Started.request_id`; return which of them were running."""
         with _typed_errors():
-            return tuple((await self._stub.Abort(pb.AbortRequest(request_ids=request_ids))).aborted_request_ids)
+            return tuple((await self._stub.Abort(abort_request(request_ids))).aborted_request_ids)
 
     async def is_serving(self, service: str = INFERENCE_SERVICE, timeout_s: float | None = 5.0) -> bool:
         """Whether a service is ready; see `Client.is_serving`."""
         stub: Any = health_pb2_grpc.HealthStub(self._channel)
         try:
-            response = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
+            response = await stub.Check(_health_request(service), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return False
@@ -319,12 +334,16 @@ def _typed_errors() -> Iterator[None]:
         raise from_rpc_error(error) from error
 
 
+def _options(target: str) -> ChannelOptions:
+    return (*channel_options(PUBLIC_MAX_MESSAGE_BYTES), *proxy_options(target))
+
+
 def _metadata() -> tuple[tuple[str, str], ...]:
     current = traceparent()
     return (("traceparent", current),) if current else ()
 
 
-def _tokenize_request(text: str | None, messages: Sequence[Message] | None, model: str) -> pb.TokenizeRequest:
-    if messages is not None:
-        return pb.TokenizeRequest(model=model, chat=chat_prompt(messages))
-    return pb.TokenizeRequest(model=model, text=text or "")
+def _health_request(service: str) -> health_pb2.HealthCheckRequest:
+    request = health_pb2.HealthCheckRequest()
+    fill(request, "service", service)
+    return request

@@ -6,6 +6,7 @@ benchmarks. Never serves anything itself; `kvrelay/process.py` is one child, `kv
 
 import asyncio
 import contextlib
+import secrets
 import shutil
 import signal
 import socket
@@ -17,6 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from engine.errors import EngineError
+from engine.serving.server import check_address
 from kvrelay.client import INFERENCE_SERVICE, AsyncClient
 from kvrelay.process import ClusterError, ManagedProcess, child_command, make_run_dir
 from kvrelay.results import ServerInfo
@@ -108,6 +110,7 @@ class LocalCluster:
         self._on_event = on_event
         self._run_dir: Path | None = None
         self._port = self.config.port
+        self._instance_id = secrets.token_hex(8)
         self._processes: dict[str, ManagedProcess] = {}
         self._watchers: list[asyncio.Task[None]] = []
         self._is_stopping = False
@@ -149,8 +152,12 @@ class LocalCluster:
         """Start every process. Returns at once; `wait_ready` waits.
 
         Raises:
+            InvalidRequest: The gateway's address cannot be used; names `port` or `host`.
             ClusterError: A process cannot be started.
         """
+        if self.config.port:
+            # Before a model is loaded for nothing. The gateway finds out by itself who takes the port after this.
+            check_address(self.config.host, self.config.port)
         self._failure = asyncio.get_running_loop().create_future()
         self._run_dir = make_run_dir(self.config.run_dir)
         self._port = self.config.port or _free_port(self.config.host)
@@ -165,7 +172,8 @@ class LocalCluster:
         config = self.config
         shared = ["--model", config.model, "--log-level", config.log_level]
         shared += ["--drain-timeout-s", str(config.drain_timeout_s)]
-        gateway = ["--host", config.host, "--port", str(self._port), *shared, *config.gateway_args]
+        gateway = ["--host", config.host, "--port", str(self._port), "--instance-id", self._instance_id]
+        gateway += [*shared, *config.gateway_args]
         plan = [("gateway", "gateway", gateway)]
         for role, count, own in (
             ("prefill", config.num_prefill, config.prefill_args),
@@ -189,7 +197,7 @@ class LocalCluster:
         async with AsyncClient(self.target) as client:
             while True:
                 self._raise_failure()
-                info = await _probe(client)
+                info = await self._probe(client)
                 text = self._progress(info)
                 if text != shown:
                     shown = text
@@ -201,19 +209,26 @@ class LocalCluster:
                     raise ClusterError(f"the cluster was not ready within {self.config.ready_timeout_s:g} s: {text}")
                 await asyncio.sleep(_POLL_INTERVAL_S)
 
+    async def _probe(self, client: AsyncClient) -> ServerInfo | None:
+        """Ask the gateway for its cluster; None while it does not answer, or another one does on its port."""
+        with contextlib.suppress(EngineError):
+            info = await client.server_info(timeout_s=2.0)
+            if info.instance_id == self._instance_id:
+                return info
+        return None
+
+    def _num_connected(self, info: ServerInfo) -> int:
+        """Count this cluster's own workers that the gateway has a session to."""
+        return sum(worker.is_connected and worker.worker_id in self._processes for worker in info.workers)
+
     def _is_complete(self, info: ServerInfo) -> bool:
-        return (
-            len(info.connected("decode")) >= self.config.num_decode
-            and len(info.connected("prefill")) >= self.config.num_prefill
-        )
+        return self._num_connected(info) == self.config.num_prefill + self.config.num_decode
 
     def _progress(self, info: ServerInfo | None) -> str:
         if info is None:
             return "starting the gateway"
-        num_connected = len(info.connected("decode")) + len(info.connected("prefill"))
-        return (
-            f"loading the model ({num_connected} of {self.config.num_prefill + self.config.num_decode} workers ready)"
-        )
+        num_workers = self.config.num_prefill + self.config.num_decode
+        return f"loading the model ({self._num_connected(info)} of {num_workers} workers ready)"
 
     def _raise_failure(self) -> None:
         if self._failure is not None and self._failure.done():
@@ -288,12 +303,6 @@ class LocalCluster:
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         """Send a signal to one child; for tests of what happens then."""
         self._processes[name].send_signal(number)
-
-
-async def _probe(client: AsyncClient) -> ServerInfo | None:
-    with contextlib.suppress(EngineError):
-        return await client.server_info(timeout_s=2.0)
-    return None
 
 
 def _free_port(host: str) -> int:

@@ -171,6 +171,8 @@ class WorkerSummary:
     num_blocks: int
     num_leases: int
     transports: tuple[str, ...]
+    kernels: str
+    """What it computes with, and behind a comma why that is slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,8 @@ class ServerInfo:
     num_running_requests: int
     num_queued_requests: int
     uptime_ms: int
+    instance_id: str
+    """Tells the gateway's process from others."""
 
     def connected(self, role: str) -> tuple[WorkerSummary, ...]:
         """Return the workers of a tier that a session is open to."""
@@ -239,9 +243,7 @@ def server_info_from_proto(message: pb.GetServerInfoResponse) -> ServerInfo:
         WorkerSummary(**{**_fields(WorkerSummary, worker), "transports": tuple(worker.transports)})
         for worker in message.workers
     )
-    return ServerInfo(
-        message.version, workers, message.num_running_requests, message.num_queued_requests, message.uptime_ms
-    )
+    return ServerInfo(**{**_fields(ServerInfo, message), "workers": workers})
 
 
 def _fields(kind: type["DataclassInstance"], message: object) -> dict[str, Any]:

@@ -85,8 +85,11 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerprint)" ]; then
     exit 0
 fi
 
-command -v cc >/dev/null 2>&1 || command -v gcc >/dev/null 2>&1 || command -v clang >/dev/null 2>&1 ||
-    say "setup: no C compiler on PATH: kvrelay runs, but its CPU kernels fall back to plain PyTorch"
+compiler=
+for candidate in "${CXX:-}" c++ g++ clang++; do
+    [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1 && compiler=$candidate && break
+done
+[ -n "$compiler" ] || say "setup: no C++ compiler (c++, g++, clang++) on PATH: kvrelay runs, but many times slower"
 
 started=$(date +%s)
 if ! usable; then # anew; an environment that only lacks packages is kept

@@ -12,12 +12,14 @@ from engine.loop import EngineLoop
 from engine.model.source import resolve_model
 from engine.serving.heap import freeze_start_up
 from engine.serving.server import ServiceServer
+from engine.serving.start_up import stops_at_once
 from engine.serving.telemetry import configure_logging, configure_tracing, shutdown_tracing
 from engine.types import Incarnation, RequestId, SequenceOutput, WorkerId
 from kvrelay.v1 import registry_service_pb2, worker_service_pb2, worker_service_pb2_grpc
 from kvrelay.wire.layout import layout_to_proto
 from worker.advertise import advertised_host
 from worker.bootstrap import build_engine
+from worker.kernels import describe_kernels
 from worker.priority import share_cores
 from worker.registration import Registration
 from worker.settings import WorkerSettings
@@ -107,6 +109,7 @@ class WorkerProcess:
             "worker.ready",
             worker_id=context.worker_id,
             model=info.model_name,
+            kernels=info.kernels,
             address=context.address,
             num_blocks=info.num_blocks,
             block_size=context.layout.block_size,
@@ -198,6 +201,7 @@ class WorkerProcess:
             layout=layout_to_proto(context.layout),
             num_blocks=context.kv_cache.num_blocks,
             device=str(model.device),
+            kernels=await asyncio.to_thread(describe_kernels, model, self._settings.compute, self._settings.model),
         )
 
     def _register_request(
@@ -217,6 +221,7 @@ class WorkerProcess:
             transports=tier.transports,
             architecture=info.architecture,
             vocab_size=info.vocab_size,
+            kernels=info.kernels,
         )
 
 
@@ -226,7 +231,8 @@ def run_worker(settings: WorkerSettings, role_name: str, make_process: Callable[
     configure_tracing(f"kvrelay-{role_name}", settings.otlp_endpoint)
     share_cores(settings.nice, settings.time_slice_us)
     try:
-        return asyncio.run(make_process().run())
+        with stops_at_once(f"kvrelay {role_name}"):
+            return asyncio.run(make_process().run())
     except EngineError as error:
         _log.error("worker.failed", error=str(error))
         return 1

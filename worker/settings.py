@@ -8,7 +8,9 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from engine.config import KvDtype
+from engine.errors import InvalidRequest
 from engine.serving.settings import RoleSettings
+from engine.serving.target import parse_target
 
 DEFAULT_KV_MEMORY_MIB = 512
 """Memory for KV blocks on the CPU."""
@@ -115,11 +117,15 @@ class WorkerSettings(RoleSettings):
 
     @field_validator("gateway")
     @classmethod
-    def _has_port(cls, value: str) -> str:
-        host, colon, port = value.rpartition(":")
-        if not (host and colon and port.isdigit() and 0 < int(port) < 65536):
+    def _is_target(cls, value: str) -> str:
+        try:
+            target = parse_target(value, "gateway")
+        except InvalidRequest as error:
+            raise ValueError(error.description) from None
+        # The route to it is looked up as well, so a name of gRPC's own resolvers will not do.
+        if not target.rpartition(":")[2].isdigit():
             raise ValueError("must be host:port")
-        return value
+        return target
 
     @field_validator("block_size")
     @classmethod

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from engine.cache.prefix_index import CachedBlock, PrefixIndex, hash_block
 from engine.types import ROOT_HASH, BlockHash, BlockId
 
-
 MAX_KEPT_EVENTS = 65_536
 """Changes kept for whoever takes them; more means that nobody does."""
 

@@ -1,18 +1,15 @@
-"""The standard health protocol and reflection on asyncio servers.
+"""The standard health protocol on asyncio servers.
 
 Owns who counts as ready: "" says that the process lives, a full service name says that the service takes requests.
 Never decides that itself; services call `Health.set_serving`. Added to every server by `engine/serving/server.py`.
 """
 
 import asyncio
-from collections.abc import Iterable
 from typing import Final
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE_NAME
-from grpc_reflection.v1alpha import reflection
 
 # Enum values of HealthCheckResponse.ServingStatus, which the type stubs only know as numbers.
 _SERVING: Final[int] = health_pb2.HealthCheckResponse.SERVING
@@ -101,13 +98,3 @@ def add_health(server: grpc.aio.Server) -> Health:
     health = Health()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     return health
-
-
-def add_reflection(server: grpc.aio.Server, service_names: Iterable[str]) -> None:
-    """Let clients such as grpcurl ask for the named services; health and reflection itself are always included.
-
-    Args:
-        server: A server that has not been started.
-        service_names: Full names, e.g. `kvrelay.v1.InferenceService`; their stubs must have been imported.
-    """
-    reflection.enable_server_reflection((*service_names, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME), server)

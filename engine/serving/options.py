@@ -1,7 +1,7 @@
 """Channel arguments for every gRPC server and channel of the project.
 
-Owns sizes, keepalive and compression so that both sides of a connection agree. Never opens anything itself; see
-`engine/serving/server.py` for the server that uses them.
+Owns sizes, keepalive, compression and proxies so that both sides of a connection agree. Never opens anything itself;
+see `engine/serving/server.py` for the server that uses them.
 """
 
 from typing import Final, TypeAlias
@@ -14,6 +14,9 @@ PUBLIC_MAX_MESSAGE_BYTES: Final = 32 * MEBIBYTE
 the field."""
 INTERNAL_MAX_MESSAGE_BYTES: Final = 8 * MEBIBYTE
 """Largest message between gateway and workers; KV frames are far smaller."""
+
+NO_PROXY: Final = ("grpc.enable_http_proxy", 0)
+"""The argument of a channel that dials its peer itself, whatever `http_proxy` says."""
 
 KEEPALIVE_INTERVAL_MS: Final = 20_000
 """How often a client pings an otherwise silent connection."""
@@ -35,6 +38,8 @@ def _common_options(max_message_bytes: int) -> ChannelOptions:
         ("grpc.http2.max_pings_without_data", 0),
         # Token streams are tiny and KV does not compress: compression would only cost CPU.
         ("grpc.default_compression_algorithm", 0),
+        # A proxy of the environment is for the web: it would stand between two processes of one machine or cluster.
+        NO_PROXY,
     )
 
 

@@ -17,9 +17,10 @@ import grpc.aio
 import structlog
 
 from engine.errors import InvalidRequest
-from engine.serving.health import add_health, add_reflection
+from engine.serving.health import add_health
 from engine.serving.interceptors import CallTracker, ErrorInterceptor, LoggingInterceptor, TracingInterceptor
 from engine.serving.options import INTERNAL_MAX_MESSAGE_BYTES, server_options
+from engine.serving.reflection import add_reflection
 
 DrainHook = Callable[[], Awaitable[None]]
 
@@ -106,7 +107,7 @@ class ServiceServer:
             InvalidRequest: The address cannot be used; names the setting `port` or `host`.
         """
         if self._bound_port is None:
-            _check_address(self._host, self._requested_port)
+            check_address(self._host, self._requested_port)
             address = _join(self._host, self._requested_port)
             try:
                 self._bound_port = self.grpc_server.add_insecure_port(address)
@@ -231,8 +232,12 @@ def _join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _check_address(host: str, port: int) -> None:
-    """Try the address with a plain socket, whose errors say what is wrong; gRPC only says that it failed."""
+def check_address(host: str, port: int) -> None:
+    """Try an address with a plain socket, whose errors say what is wrong; gRPC only says that it failed.
+
+    Raises:
+        InvalidRequest: A server could not listen there now; names the setting `port` or `host`.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as error:

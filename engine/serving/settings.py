@@ -7,6 +7,7 @@ role derives from `RoleSettings`, adds fields with a description, and calls `par
 import argparse
 import difflib
 import os
+import re
 import sys
 import types
 import typing
@@ -21,10 +22,15 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from engine.serving.unicode_text import unicode_problem
+
 ENV_PREFIX: Final = "KVRELAY_"
 SECTIONS: Final = ("gateway", "prefill", "decode", "serve")
 """Top-level YAML keys that hold one role's own settings; every other key is for all roles that know it."""
 
+_SERVICE_LINK: Final = re.compile(r"(tcp|udp|sctp)://[^/\s]+:\d+")
+
+_OUT_OF_RANGE: Final = frozenset({"greater_than", "greater_than_equal", "less_than", "less_than_equal"})
 _SWITCH: Final = "switch of the command"
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -110,6 +116,8 @@ def _parse(
     origins: dict[str, str] = {}
 
     def put(field: str, value: Any, origin: str) -> None:
+        if isinstance(value, str) and (problem := unicode_problem(value)):
+            _fail(prog, f"{origin}: {problem}")
         values[field], origins[field] = value, origin
 
     if config:
@@ -117,7 +125,11 @@ def _parse(
             put(field, value, f"key {field!r} in {config}")
     for field in cls.model_fields:
         # An empty variable is how compose files and shells say "not set".
-        if text := env.get(env_name(field)):
+        text = env.get(env_name(field))
+        if text and _is_service_link(field, text):
+            if flags[field] is None:
+                _tell(prog, f"{env_name(field)}={text} describes a Kubernetes Service, not a setting: ignored")
+        elif text:
             put(field, _split_list(cls.model_fields[field], text), env_name(field))
     for field, value in flags.items():
         if value is not None:
@@ -129,8 +141,17 @@ def _parse(
         _fail(prog, "\n".join(dict.fromkeys(lines)))
 
 
-def _fail(prog: str, message: str) -> NoReturn:
+def _is_service_link(field: str, text: str) -> bool:
+    """Whether a variable is what Kubernetes puts into every container for a Service that is called like its prefix."""
+    return field == "port" and _SERVICE_LINK.fullmatch(text) is not None
+
+
+def _tell(prog: str, message: str) -> None:
     sys.stderr.write("".join(f"{prog}: {line}\n" for line in message.splitlines()))
+
+
+def _fail(prog: str, message: str) -> NoReturn:
+    _tell(prog, message)
     raise SystemExit(2)
 
 
@@ -195,8 +216,27 @@ def _describe(cls: type[RoleSettings], details: ErrorDetails, origins: Mapping[s
         return f"{flag_name(field)} is required (or {env_name(field)}, or key {field!r} in the --config file)"
     origin = origins.get(field, flag_name(field))
     choices = allowed_values(info)
-    allowed = f"must be one of {', '.join(choices)}" if choices else _lowered(details["msg"])
+    if choices:
+        allowed = f"must be one of {', '.join(choices)}"
+    elif details["type"] in _OUT_OF_RANGE:
+        allowed = f"must be {allowed_range(info)}"
+    else:
+        allowed = _lowered(details["msg"])
     return f"{origin}: {details['input']!r} is not valid: {allowed}"
+
+
+def allowed_range(info: FieldInfo) -> str:
+    """Return the bounds of a number in words, e.g. `from 0 to 65535`; empty if it has none."""
+    bounds = {
+        name: value
+        for constraint in info.metadata
+        for name in ("ge", "gt", "le", "lt")
+        if (value := getattr(constraint, name, None)) is not None
+    }
+    if bounds.keys() == {"ge", "le"}:
+        return f"from {bounds['ge']} to {bounds['le']}"
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    return " and ".join(f"{word} {bounds[name]}" for name, word in words.items() if name in bounds)
 
 
 def _lowered(message: str) -> str:

@@ -22,6 +22,9 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcess
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
+from engine.serving.options import NO_PROXY
+from engine.serving.target import is_on_this_machine
+
 Attribute = str | bool | int | float
 
 _TRACEPARENT: Final = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
@@ -144,7 +147,12 @@ def configure_tracing(service_name: str, otlp_endpoint: str | None = None) -> No
         # Imported late: the exporter costs start-up time, and most runs have none.
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
-        exporter = OTLPSpanExporter(endpoint=otlp_endpoint, insecure=not otlp_endpoint.startswith("https://"))
+        is_near = is_on_this_machine(otlp_endpoint)
+        exporter = OTLPSpanExporter(
+            endpoint=otlp_endpoint,
+            insecure=not otlp_endpoint.startswith("https://"),
+            channel_options=(NO_PROXY,) if is_near else None,  # type: ignore[arg-type]  # numbers are taken as well
+        )
         _tracing.add_processor(BatchSpanProcessor(exporter))
 
 

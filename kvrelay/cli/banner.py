@@ -15,7 +15,7 @@ from engine.errors import EngineError
 from engine.serving.options import channel_options
 from engine.serving.status import from_rpc_error
 from kvrelay.process import ManagedProcess
-from kvrelay.results import ModelSummary, ServerInfo
+from kvrelay.results import ModelSummary, ServerInfo, WorkerSummary
 from kvrelay.v1 import layout_pb2, worker_service_pb2, worker_service_pb2_grpc
 
 _RPC_TIMEOUT_S = 5.0
@@ -65,6 +65,20 @@ def common_transport(info: ServerInfo) -> str:
     return next((name for name in decode if name in prefill), "")
 
 
+def kernel_names(worker: WorkerSummary) -> str:
+    """Return what a worker computes with, without the reason."""
+    return worker.kernels.partition(",")[0] or "?"
+
+
+def kernel_notes(info: ServerInfo) -> list[str]:
+    """Return a line for each reason why workers compute with slow kernels; empty if none does."""
+    notes: dict[str, list[str]] = {}
+    for worker in info.workers:
+        if "," in worker.kernels:
+            notes.setdefault(worker.kernels, []).append(worker.worker_id)
+    return [f"{', '.join(worker_ids)}: {kernels}" for kernels, worker_ids in notes.items()]
+
+
 def ready_banner(
     target: str,
     models: Sequence[ModelSummary],
@@ -74,7 +88,7 @@ def ready_banner(
 ) -> Table:
     """Return the table shown when a cluster is ready."""
     by_name = {process.name: process for process in processes}
-    model = ", ".join(f"{m.name} ({m.architecture}, context {m.context_length:,})" for m in models)
+    model = ", ".join(f"{m.name} ({m.architecture}, requests of up to {m.context_length:,} tokens)" for m in models)
     transport = common_transport(info)
     travels = f"KV over {transport}" if transport else "no KV transfer, decode workers prefill"
     table = Table(
@@ -83,10 +97,10 @@ def ready_banner(
         title_justify="left",
         caption_justify="left",
     )
-    for column in ("process", "address", "KV blocks", "block size", "KV dtype", "device", "pid", "log"):
+    for column in ("process", "address", "KV blocks", "block size", "KV dtype", "device", "kernels", "pid", "log"):
         table.add_column(column, overflow="fold")
     gateway = by_name.get("gateway")
-    table.add_row("gateway", target, "", "", "", "", _pid(gateway), _log(gateway))
+    table.add_row("gateway", target, "", "", "", "", "", _pid(gateway), _log(gateway))
     for worker in sorted(info.workers, key=lambda worker: (worker.role == "decode", worker.worker_id)):
         own = details.get(worker.worker_id)
         process = by_name.get(worker.worker_id)
@@ -97,6 +111,7 @@ def ready_banner(
             str(own.block_size) if own else "?",
             own.kv_dtype if own else "?",
             own.device if own else "?",
+            kernel_names(worker),
             _pid(process),
             _log(process),
         )

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -12,7 +11,7 @@ import typer
 from rich.text import Text
 
 from kvrelay.cli import options
-from kvrelay.cli.console import Progress, err, out, readable_errors
+from kvrelay.cli.console import Progress, err, out, print_json, readable_errors
 
 if TYPE_CHECKING:
     from kvrelay.cli.report import RequestReport
@@ -74,7 +73,7 @@ async def _demo(config: "ClusterConfig", prompt: str, max_tokens: int, *, as_jso
     reports = [first, *others]
     if as_json:
         shown = {"name": "demo", "model": config.model, "requests": [report.as_json() for report in reports]}
-        print(json.dumps(shown, ensure_ascii=False))
+        print_json(shown)
     else:
         _show(others, reports)
 
@@ -101,10 +100,12 @@ async def _started(config: "ClusterConfig") -> AsyncIterator["LocalCluster"]:
 
 
 async def _show_banner(client: "AsyncClient", cluster: "LocalCluster") -> None:
-    from kvrelay.cli.banner import ask_workers, ready_banner
+    from kvrelay.cli.banner import ask_workers, kernel_notes, ready_banner
 
     info, models = await client.server_info(), await client.list_models()
     err.print(ready_banner(cluster.target, models, info, await ask_workers(info), cluster.processes))
+    for note in kernel_notes(info):
+        err.print(Text(note, style="yellow"), soft_wrap=True)
 
 
 async def _ask(client: "AsyncClient", prompt: str, sampling: "SamplingOptions") -> "RequestReport":

@@ -42,7 +42,36 @@ FrequencyPenalty: TypeAlias = Annotated[
 Stop: TypeAlias = Annotated[
     list[str] | None, typer.Option("--stop", help="Text that ends the answer; may be given several times.")
 ]
+StopTokenIds: TypeAlias = Annotated[
+    list[int] | None, typer.Option("--stop-token-id", help="Token that ends the answer; may be given several times.")
+]
+LogitBias: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option("--logit-bias", metavar="TOKEN=BIAS", help="Added to a token's logit; may be given several times."),
+]
+NumCompletions: TypeAlias = Annotated[int | None, typer.Option("--n", help="Number of answers; default: 1.")]
+Logprobs: TypeAlias = Annotated[
+    int | None, typer.Option("--logprobs", help="Show each token's log-probability, and those of this many best ones.")
+]
 IgnoreEos: TypeAlias = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")]
+
+
+def parse_logit_bias(given: list[str] | None) -> dict[int, float]:
+    """Return the biases that `--logit-bias` names.
+
+    Raises:
+        BadParameter: One is not TOKEN=BIAS.
+    """
+    biases: dict[int, float] = {}
+    for text in given or ():
+        token_id, _, bias = text.partition("=")
+        try:
+            biases[int(token_id)] = float(bias)
+        except ValueError:
+            raise typer.BadParameter(
+                f"must be TOKEN=BIAS, a token id and a number, not {text!r}", param_hint="--logit-bias"
+            ) from None
+    return biases
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +89,10 @@ class Sampling:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    logit_bias: dict[int, float] | None = None
+    n: int | None = None
+    logprobs: int | None = None
     ignore_eos: bool = False
 
     def options(self) -> SamplingOptions:
@@ -76,5 +109,9 @@ class Sampling:
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             stop=self.stop or None,
+            stop_token_ids=self.stop_token_ids or None,
+            logit_bias=self.logit_bias or None,
+            n=self.n,
+            logprobs=self.logprobs,
             ignore_eos=self.ignore_eos or None,
         )

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from rich.table import Table
 
 from engine.errors import EngineError
+from engine.types import PositionLogprobs
 from kvrelay.results import Chunk, Complete, Event, Started
 
 
@@ -38,26 +39,41 @@ class RequestReport:
     total_ms: float
     """From the client's call to the last message."""
     usage: dict[str, int]
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    """One entry per token when they were asked for."""
 
     def as_json(self) -> dict[str, object]:
         """Return the figures as a JSON object."""
-        return asdict(self)
+        shown = asdict(self)
+        if not self.logprobs:
+            del shown["logprobs"]
+        return shown
 
 
 class RequestRecorder:
-    """Takes the events of one request as they arrive.
+    """Takes the events of one completion as they arrive; those of others are passed over.
 
     Args:
         prompt: What was asked, for the report.
         now: Seconds; a clock that never goes backwards.
+        index: The completion's number within its request.
+        start: When the request was made, by that clock; None: now.
     """
 
-    def __init__(self, prompt: str, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        prompt: str,
+        now: Callable[[], float] = time.perf_counter,
+        index: int = 0,
+        start: float | None = None,
+    ) -> None:
         self._prompt = prompt
+        self._index = index
         self._now = now
-        self._start = now()
+        self._start = now() if start is None else start
         self._arrivals: list[tuple[float, int]] = []
         self._texts: list[str] = []
+        self._logprobs: list[PositionLogprobs] = []
         self._seed = 0
         self._complete: Complete | None = None
         self._end = 0.0
@@ -65,10 +81,13 @@ class RequestRecorder:
     def add(self, event: Event) -> None:
         """Take one event, now."""
         if isinstance(event, Started):
-            self._seed = event.seed
+            self._seed = (event.seed + self._index) % (1 << 64)
+        elif event.index != self._index:
+            return
         elif isinstance(event, Chunk):
             self._arrivals.append((self._now(), len(event.token_ids)))
             self._texts.append(event.text)
+            self._logprobs += event.logprobs
         else:
             self._complete, self._end = event, self._now()
 
@@ -97,6 +116,7 @@ class RequestRecorder:
             inter_token_p50_ms=self._inter_token_p50_ms(),
             total_ms=round((self._end - self._start) * 1e3, 3),
             usage=asdict(complete.usage),
+            logprobs=tuple(self._logprobs),
         )
 
     def _inter_token_p50_ms(self) -> float | None:
@@ -124,6 +144,18 @@ def phase_table(reports: Sequence[RequestReport], title: str) -> Table:
             "-" if report.inter_token_p50_ms is None else _shown_ms(report.inter_token_p50_ms),
             _shown_ms(report.total_ms),
         )
+    return table
+
+
+def logprob_table(report: RequestReport) -> Table:
+    """Return the table of tokens and their log-probabilities, one row per token."""
+    table = Table(title="log-probabilities", title_justify="left")
+    for name in ("token", "logprob", "rank"):
+        table.add_column(name, justify="right")
+    table.add_column("best tokens")
+    for each in report.logprobs:
+        best = ", ".join(f"{token.token_id} {token.logprob:.3f}" for token in each.top)
+        table.add_row(str(each.sampled.token_id), f"{each.sampled.logprob:.3f}", str(each.sampled.rank), best)
     return table
 
 

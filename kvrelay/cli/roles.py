@@ -5,6 +5,8 @@ from typing import Final, Protocol, cast
 
 import typer
 
+from engine.serving.start_up import stops_at_once
+
 PASS_THROUGH: Final = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Context settings of commands whose flags are parsed by `engine.serving.settings.parse_settings`."""
 
@@ -29,6 +31,9 @@ def decode(context: typer.Context) -> None:
 
 
 def _run(module: str, argv: list[str]) -> None:
-    # Only the role that runs is loaded: the gateway's process must never see torch.
-    role = cast("_RoleMain", importlib.import_module(module))
-    raise typer.Exit(role.main(list(argv)))
+    name = module.partition("_service")[0].partition(".")[0]
+    with stops_at_once(f"kvrelay {name}"):
+        # Only the role that runs is loaded: the gateway's process must never see torch.
+        role = cast("_RoleMain", importlib.import_module(module))
+        exit_code = role.main(list(argv))
+    raise typer.Exit(exit_code)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.text import Text
 
+from engine.serving.start_up import stops_at_once
 from kvrelay.cli.console import Progress, err, readable_errors
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def serve(context: typer.Context) -> None:
     from kvrelay.cli.serve_settings import ServeSettings, check_keys
 
     settings = parse_settings(ServeSettings, context.args, "kvrelay serve")
-    with readable_errors():
+    with readable_errors(), stops_at_once("kvrelay serve", (signal.SIGTERM,)):
         config = config_path(context.args)
         if config is not None:
             check_keys(config)
@@ -85,7 +86,7 @@ async def _serve(config: "ClusterConfig") -> None:
 
 async def _run(cluster: "LocalCluster", progress: Progress) -> None:
     """Start the cluster, show that it is ready, and raise what ends it."""
-    from kvrelay.cli.banner import ask_workers, ready_banner
+    from kvrelay.cli.banner import ask_workers, kernel_notes, ready_banner
     from kvrelay.client import AsyncClient
 
     progress.start()
@@ -96,5 +97,7 @@ async def _run(cluster: "LocalCluster", progress: Progress) -> None:
     banner = ready_banner(cluster.target, models, info, await ask_workers(info), cluster.processes)
     progress.stop()
     err.print(banner)
+    for note in kernel_notes(info):
+        err.print(Text(note, style="yellow"), soft_wrap=True)
     err.print(Text(f'try: kvrelay generate "The capital of France is" --target {cluster.target}'), soft_wrap=True)
     raise await cluster.wait_failed()

@@ -1,13 +1,12 @@
 """`kvrelay status | health | version`: questions that a running gateway answers at once."""
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvrelay.cli import options
-from kvrelay.cli.console import FAILURE, err, out, readable_errors
+from kvrelay.cli.console import FAILURE, err, out, print_json, readable_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,20 +21,27 @@ _TIMEOUT_S = 5.0
 
 def status(target: options.Target = _DEFAULT_TARGET, as_json: options.Json = False) -> None:
     """Show the workers behind a gateway and what they are doing."""
+    from rich.text import Text
+
+    from kvrelay.cli.banner import kernel_notes
     from kvrelay.client import Client
 
     with readable_errors(target), Client(target) as client:
         info, models = client.server_info(timeout_s=_TIMEOUT_S), client.list_models()
         if as_json:
             shown = {"target": target, "models": [asdict(model) for model in models], **asdict(info)}
-            print(json.dumps(shown))
+            print_json(shown)
         else:
             out.print(_table(target, info, models))
+            for note in kernel_notes(info):
+                out.print(Text(note, style="yellow"), soft_wrap=True)
 
 
 def _table(target: str, info: "ServerInfo", models: "Sequence[ModelSummary]") -> "Table":
     from rich.table import Table
     from rich.text import Text
+
+    from kvrelay.cli.banner import kernel_names
 
     names = ", ".join(model.name for model in models) or "no model yet"
     table = Table(
@@ -44,7 +50,18 @@ def _table(target: str, info: "ServerInfo", models: "Sequence[ModelSummary]") ->
         title_justify="left",
         caption_justify="left",
     )
-    for name in ("worker", "role", "address", "state", "running", "waiting", "leases", "free blocks", "transports"):
+    for name in (
+        "worker",
+        "role",
+        "address",
+        "state",
+        "running",
+        "waiting",
+        "leases",
+        "free blocks",
+        "kernels",
+        "transports",
+    ):
         table.add_column(name)
     for worker in info.workers:
         state = "draining" if worker.is_draining else "connected" if worker.is_connected else "not connected"
@@ -57,6 +74,7 @@ def _table(target: str, info: "ServerInfo", models: "Sequence[ModelSummary]") ->
             str(worker.num_waiting),
             str(worker.num_leases) if worker.role == "decode" else "-",
             f"{worker.num_free_blocks:,} of {worker.num_blocks:,}",
+            kernel_names(worker),
             ", ".join(worker.transports),
         )
     return table
@@ -85,3 +103,17 @@ def version() -> None:
     import kvrelay
 
     print(kvrelay.__version__)
+
+
+def _version_and_end(is_wanted: bool) -> None:
+    if is_wanted:
+        version()
+        raise typer.Exit
+
+
+def global_options(
+    is_version: Annotated[
+        bool, typer.Option("--version", callback=_version_and_end, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Serve large language models with separate prefill and decode workers."""

@@ -3,7 +3,6 @@
 Owns the flags and the bars; the work is in `engine/training`, which is imported only when the command runs.
 """
 
-import json
 import os
 import time
 from dataclasses import asdict
@@ -14,7 +13,7 @@ import typer
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvrelay.cli.console import USAGE, err, fail, out, readable_errors
+from kvrelay.cli.console import USAGE, err, fail, out, print_json, readable_errors
 
 if TYPE_CHECKING:
     from engine.training.pipeline import TrainedHead
@@ -89,7 +88,7 @@ def train_drafter(
             trained = train(model, out_file, work_folder, generation, training, bars.update, start_from)
         if as_json:
             history = [asdict(entry) for entry in trained.history]
-            print(json.dumps({"head": str(trained.path), "log": str(trained.log_path), "history": history}))
+            print_json({"head": str(trained.path), "log": str(trained.log_path), "history": history})
         else:
             _show(trained)
 

@@ -212,21 +212,23 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "workers", "num_running_requests", "num_queued_requests", "uptime_ms")
+    __slots__ = ("version", "workers", "num_running_requests", "num_queued_requests", "uptime_ms", "instance_id")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     NUM_QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     version: str
     workers: _containers.RepeatedCompositeFieldContainer[WorkerSummary]
     num_running_requests: int
     num_queued_requests: int
     uptime_ms: int
-    def __init__(self, version: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerSummary, _Mapping]]] = ..., num_running_requests: _Optional[int] = ..., num_queued_requests: _Optional[int] = ..., uptime_ms: _Optional[int] = ...) -> None: ...
+    instance_id: str
+    def __init__(self, version: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerSummary, _Mapping]]] = ..., num_running_requests: _Optional[int] = ..., num_queued_requests: _Optional[int] = ..., uptime_ms: _Optional[int] = ..., instance_id: _Optional[str] = ...) -> None: ...
 
 class WorkerSummary(_message.Message):
-    __slots__ = ("worker_id", "role", "address", "is_connected", "is_draining", "num_running", "num_waiting", "num_free_blocks", "num_blocks", "transports", "num_leases", "is_stalled")
+    __slots__ = ("worker_id", "role", "address", "is_connected", "is_draining", "num_running", "num_waiting", "num_free_blocks", "num_blocks", "transports", "num_leases", "is_stalled", "kernels")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -239,6 +241,7 @@ class WorkerSummary(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
     IS_STALLED_FIELD_NUMBER: _ClassVar[int]
+    KERNELS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     address: str
@@ -251,4 +254,5 @@ class WorkerSummary(_message.Message):
     transports: _containers.RepeatedScalarFieldContainer[str]
     num_leases: int
     is_stalled: bool
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., is_connected: _Optional[bool] = ..., is_draining: _Optional[bool] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., num_leases: _Optional[int] = ..., is_stalled: _Optional[bool] = ...) -> None: ...
+    kernels: str
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., is_connected: _Optional[bool] = ..., is_draining: _Optional[bool] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., num_leases: _Optional[int] = ..., is_stalled: _Optional[bool] = ..., kernels: _Optional[str] = ...) -> None: ...

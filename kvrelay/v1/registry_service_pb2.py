@@ -25,27 +25,27 @@ _sym_db = _symbol_database.Default()
 from kvrelay.v1 import layout_pb2 as kvrelay_dot_v1_dot_layout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!kvrelay/v1/registry_service.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/layout.proto\"\xc6\x02\n\x0fRegisterRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12$\n\x04role\x18\x03 \x01(\x0e\x32\x16.kvrelay.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x12\n\nmodel_name\x18\x05 \x01(\t\x12$\n\x06layout\x18\x06 \x01(\x0b\x32\x14.kvrelay.v1.KvLayout\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x1a\n\x12transfer_addresses\x18\x08 \x03(\t\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\n \x01(\r\x12\x12\n\ntransports\x18\x0b \x03(\t\x12\x14\n\x0c\x61rchitecture\x18\x0c \x01(\t\x12\x12\n\nvocab_size\x18\r \x01(\r\"2\n\x10RegisterResponse\x12\x1e\n\x16keep_alive_interval_ms\x18\x01 \x01(\x04\"x\n\x10KeepAliveRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x13\n\x0bis_draining\x18\x03 \x01(\x08\x12\x13\n\x0bstep_age_ms\x18\x04 \x01(\x04\x12\x12\n\nis_stalled\x18\x05 \x01(\x08\"\x13\n\x11KeepAliveResponse\";\n\x11\x44\x65registerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"\x14\n\x12\x44\x65registerResponse*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x32\xef\x01\n\x0fRegistryService\x12\x45\n\x08Register\x12\x1b.kvrelay.v1.RegisterRequest\x1a\x1c.kvrelay.v1.RegisterResponse\x12H\n\tKeepAlive\x12\x1c.kvrelay.v1.KeepAliveRequest\x1a\x1d.kvrelay.v1.KeepAliveResponse\x12K\n\nDeregister\x12\x1d.kvrelay.v1.DeregisterRequest\x1a\x1e.kvrelay.v1.DeregisterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!kvrelay/v1/registry_service.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/layout.proto\"\xd7\x02\n\x0fRegisterRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12$\n\x04role\x18\x03 \x01(\x0e\x32\x16.kvrelay.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x12\n\nmodel_name\x18\x05 \x01(\t\x12$\n\x06layout\x18\x06 \x01(\x0b\x32\x14.kvrelay.v1.KvLayout\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x1a\n\x12transfer_addresses\x18\x08 \x03(\t\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\n \x01(\r\x12\x12\n\ntransports\x18\x0b \x03(\t\x12\x14\n\x0c\x61rchitecture\x18\x0c \x01(\t\x12\x12\n\nvocab_size\x18\r \x01(\r\x12\x0f\n\x07kernels\x18\x0e \x01(\t\"2\n\x10RegisterResponse\x12\x1e\n\x16keep_alive_interval_ms\x18\x01 \x01(\x04\"x\n\x10KeepAliveRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x13\n\x0bis_draining\x18\x03 \x01(\x08\x12\x13\n\x0bstep_age_ms\x18\x04 \x01(\x04\x12\x12\n\nis_stalled\x18\x05 \x01(\x08\"\x13\n\x11KeepAliveResponse\";\n\x11\x44\x65registerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"\x14\n\x12\x44\x65registerResponse*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x32\xef\x01\n\x0fRegistryService\x12\x45\n\x08Register\x12\x1b.kvrelay.v1.RegisterRequest\x1a\x1c.kvrelay.v1.RegisterResponse\x12H\n\tKeepAlive\x12\x1c.kvrelay.v1.KeepAliveRequest\x1a\x1d.kvrelay.v1.KeepAliveResponse\x12K\n\nDeregister\x12\x1d.kvrelay.v1.DeregisterRequest\x1a\x1e.kvrelay.v1.DeregisterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.v1.registry_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERROLE']._serialized_start=681
-  _globals['_WORKERROLE']._serialized_end=771
+  _globals['_WORKERROLE']._serialized_start=698
+  _globals['_WORKERROLE']._serialized_end=788
   _globals['_REGISTERREQUEST']._serialized_start=75
-  _globals['_REGISTERREQUEST']._serialized_end=401
-  _globals['_REGISTERRESPONSE']._serialized_start=403
-  _globals['_REGISTERRESPONSE']._serialized_end=453
-  _globals['_KEEPALIVEREQUEST']._serialized_start=455
-  _globals['_KEEPALIVEREQUEST']._serialized_end=575
-  _globals['_KEEPALIVERESPONSE']._serialized_start=577
-  _globals['_KEEPALIVERESPONSE']._serialized_end=596
-  _globals['_DEREGISTERREQUEST']._serialized_start=598
-  _globals['_DEREGISTERREQUEST']._serialized_end=657
-  _globals['_DEREGISTERRESPONSE']._serialized_start=659
-  _globals['_DEREGISTERRESPONSE']._serialized_end=679
-  _globals['_REGISTRYSERVICE']._serialized_start=774
-  _globals['_REGISTRYSERVICE']._serialized_end=1013
+  _globals['_REGISTERREQUEST']._serialized_end=418
+  _globals['_REGISTERRESPONSE']._serialized_start=420
+  _globals['_REGISTERRESPONSE']._serialized_end=470
+  _globals['_KEEPALIVEREQUEST']._serialized_start=472
+  _globals['_KEEPALIVEREQUEST']._serialized_end=592
+  _globals['_KEEPALIVERESPONSE']._serialized_start=594
+  _globals['_KEEPALIVERESPONSE']._serialized_end=613
+  _globals['_DEREGISTERREQUEST']._serialized_start=615
+  _globals['_DEREGISTERREQUEST']._serialized_end=674
+  _globals['_DEREGISTERRESPONSE']._serialized_start=676
+  _globals['_DEREGISTERRESPONSE']._serialized_end=696
+  _globals['_REGISTRYSERVICE']._serialized_start=791
+  _globals['_REGISTRYSERVICE']._serialized_end=1030
 # @@protoc_insertion_point(module_scope)

@@ -18,7 +18,7 @@ WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "address", "model_name", "layout", "num_blocks", "transfer_addresses", "max_num_seqs", "context_length", "transports", "architecture", "vocab_size")
+    __slots__ = ("worker_id", "incarnation", "role", "address", "model_name", "layout", "num_blocks", "transfer_addresses", "max_num_seqs", "context_length", "transports", "architecture", "vocab_size", "kernels")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class RegisterRequest(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    KERNELS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     role: WorkerRole
@@ -45,7 +46,8 @@ class RegisterRequest(_message.Message):
     transports: _containers.RepeatedScalarFieldContainer[str]
     architecture: str
     vocab_size: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model_name: _Optional[str] = ..., layout: _Optional[_Union[_layout_pb2.KvLayout, _Mapping]] = ..., num_blocks: _Optional[int] = ..., transfer_addresses: _Optional[_Iterable[str]] = ..., max_num_seqs: _Optional[int] = ..., context_length: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ...) -> None: ...
+    kernels: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model_name: _Optional[str] = ..., layout: _Optional[_Union[_layout_pb2.KvLayout, _Mapping]] = ..., num_blocks: _Optional[int] = ..., transfer_addresses: _Optional[_Iterable[str]] = ..., max_num_seqs: _Optional[int] = ..., context_length: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., kernels: _Optional[str] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
     __slots__ = ("keep_alive_interval_ms",)

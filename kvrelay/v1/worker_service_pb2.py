@@ -26,7 +26,7 @@ from kvrelay.v1 import layout_pb2 as kvrelay_dot_v1_dot_layout__pb2
 from kvrelay.v1 import session_pb2 as kvrelay_dot_v1_dot_session__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkvrelay/v1/worker_service.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/layout.proto\x1a\x18kvrelay/v1/session.proto\"\x11\n\x0fGetLoadsRequest\"8\n\x10GetLoadsResponse\x12$\n\x04load\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.WorkerLoad\"\x15\n\x13GetModelInfoRequest\"\xb6\x01\n\x14GetModelInfoResponse\x12\x12\n\nmodel_name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12$\n\x06layout\x18\x05 \x01(\x0b\x32\x14.kvrelay.v1.KvLayout\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\"9\n\x18SubscribeKvEventsRequest\x12\x1d\n\x15start_sequence_number\x18\x01 \x01(\x04\"\x92\x01\n\x19SubscribeKvEventsResponse\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12)\n\x06stored\x18\x02 \x03(\x0b\x32\x19.kvrelay.v1.KvBlockStored\x12\x1c\n\x14removed_block_hashes\x18\x03 \x03(\x06\x12\x13\n\x0bis_snapshot\x18\x04 \x01(\x08\">\n\rKvBlockStored\x12\x12\n\nblock_hash\x18\x01 \x01(\x06\x12\x19\n\x11parent_block_hash\x18\x02 \x01(\x06\"\x13\n\x11\x46lushCacheRequest\"(\n\x12\x46lushCacheResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"\"\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\x04\"$\n\rDrainResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r2\x98\x03\n\rWorkerService\x12\x45\n\x08GetLoads\x12\x1b.kvrelay.v1.GetLoadsRequest\x1a\x1c.kvrelay.v1.GetLoadsResponse\x12Q\n\x0cGetModelInfo\x12\x1f.kvrelay.v1.GetModelInfoRequest\x1a .kvrelay.v1.GetModelInfoResponse\x12\x62\n\x11SubscribeKvEvents\x12$.kvrelay.v1.SubscribeKvEventsRequest\x1a%.kvrelay.v1.SubscribeKvEventsResponse0\x01\x12K\n\nFlushCache\x12\x1d.kvrelay.v1.FlushCacheRequest\x1a\x1e.kvrelay.v1.FlushCacheResponse\x12<\n\x05\x44rain\x12\x18.kvrelay.v1.DrainRequest\x1a\x19.kvrelay.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkvrelay/v1/worker_service.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/layout.proto\x1a\x18kvrelay/v1/session.proto\"\x11\n\x0fGetLoadsRequest\"8\n\x10GetLoadsResponse\x12$\n\x04load\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.WorkerLoad\"\x15\n\x13GetModelInfoRequest\"\xc7\x01\n\x14GetModelInfoResponse\x12\x12\n\nmodel_name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12$\n\x06layout\x18\x05 \x01(\x0b\x32\x14.kvrelay.v1.KvLayout\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x0f\n\x07kernels\x18\x08 \x01(\t\"9\n\x18SubscribeKvEventsRequest\x12\x1d\n\x15start_sequence_number\x18\x01 \x01(\x04\"\x92\x01\n\x19SubscribeKvEventsResponse\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12)\n\x06stored\x18\x02 \x03(\x0b\x32\x19.kvrelay.v1.KvBlockStored\x12\x1c\n\x14removed_block_hashes\x18\x03 \x03(\x06\x12\x13\n\x0bis_snapshot\x18\x04 \x01(\x08\">\n\rKvBlockStored\x12\x12\n\nblock_hash\x18\x01 \x01(\x06\x12\x19\n\x11parent_block_hash\x18\x02 \x01(\x06\"\x13\n\x11\x46lushCacheRequest\"(\n\x12\x46lushCacheResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"\"\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\x04\"$\n\rDrainResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r2\x98\x03\n\rWorkerService\x12\x45\n\x08GetLoads\x12\x1b.kvrelay.v1.GetLoadsRequest\x1a\x1c.kvrelay.v1.GetLoadsResponse\x12Q\n\x0cGetModelInfo\x12\x1f.kvrelay.v1.GetModelInfoRequest\x1a .kvrelay.v1.GetModelInfoResponse\x12\x62\n\x11SubscribeKvEvents\x12$.kvrelay.v1.SubscribeKvEventsRequest\x1a%.kvrelay.v1.SubscribeKvEventsResponse0\x01\x12K\n\nFlushCache\x12\x1d.kvrelay.v1.FlushCacheRequest\x1a\x1e.kvrelay.v1.FlushCacheResponse\x12<\n\x05\x44rain\x12\x18.kvrelay.v1.DrainRequest\x1a\x19.kvrelay.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,21 +40,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMODELINFOREQUEST']._serialized_start=175
   _globals['_GETMODELINFOREQUEST']._serialized_end=196
   _globals['_GETMODELINFORESPONSE']._serialized_start=199
-  _globals['_GETMODELINFORESPONSE']._serialized_end=381
-  _globals['_SUBSCRIBEKVEVENTSREQUEST']._serialized_start=383
-  _globals['_SUBSCRIBEKVEVENTSREQUEST']._serialized_end=440
-  _globals['_SUBSCRIBEKVEVENTSRESPONSE']._serialized_start=443
-  _globals['_SUBSCRIBEKVEVENTSRESPONSE']._serialized_end=589
-  _globals['_KVBLOCKSTORED']._serialized_start=591
-  _globals['_KVBLOCKSTORED']._serialized_end=653
-  _globals['_FLUSHCACHEREQUEST']._serialized_start=655
-  _globals['_FLUSHCACHEREQUEST']._serialized_end=674
-  _globals['_FLUSHCACHERESPONSE']._serialized_start=676
-  _globals['_FLUSHCACHERESPONSE']._serialized_end=716
-  _globals['_DRAINREQUEST']._serialized_start=718
-  _globals['_DRAINREQUEST']._serialized_end=752
-  _globals['_DRAINRESPONSE']._serialized_start=754
-  _globals['_DRAINRESPONSE']._serialized_end=790
-  _globals['_WORKERSERVICE']._serialized_start=793
-  _globals['_WORKERSERVICE']._serialized_end=1201
+  _globals['_GETMODELINFORESPONSE']._serialized_end=398
+  _globals['_SUBSCRIBEKVEVENTSREQUEST']._serialized_start=400
+  _globals['_SUBSCRIBEKVEVENTSREQUEST']._serialized_end=457
+  _globals['_SUBSCRIBEKVEVENTSRESPONSE']._serialized_start=460
+  _globals['_SUBSCRIBEKVEVENTSRESPONSE']._serialized_end=606
+  _globals['_KVBLOCKSTORED']._serialized_start=608
+  _globals['_KVBLOCKSTORED']._serialized_end=670
+  _globals['_FLUSHCACHEREQUEST']._serialized_start=672
+  _globals['_FLUSHCACHEREQUEST']._serialized_end=691
+  _globals['_FLUSHCACHERESPONSE']._serialized_start=693
+  _globals['_FLUSHCACHERESPONSE']._serialized_end=733
+  _globals['_DRAINREQUEST']._serialized_start=735
+  _globals['_DRAINREQUEST']._serialized_end=769
+  _globals['_DRAINRESPONSE']._serialized_start=771
+  _globals['_DRAINRESPONSE']._serialized_end=807
+  _globals['_WORKERSERVICE']._serialized_start=810
+  _globals['_WORKERSERVICE']._serialized_end=1218
 # @@protoc_insertion_point(module_scope)

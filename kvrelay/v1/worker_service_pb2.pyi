@@ -23,7 +23,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("model_name", "architecture", "context_length", "vocab_size", "layout", "num_blocks", "device")
+    __slots__ = ("model_name", "architecture", "context_length", "vocab_size", "layout", "num_blocks", "device", "kernels")
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class GetModelInfoResponse(_message.Message):
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    KERNELS_FIELD_NUMBER: _ClassVar[int]
     model_name: str
     architecture: str
     context_length: int
@@ -38,7 +39,8 @@ class GetModelInfoResponse(_message.Message):
     layout: _layout_pb2.KvLayout
     num_blocks: int
     device: str
-    def __init__(self, model_name: _Optional[str] = ..., architecture: _Optional[str] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., layout: _Optional[_Union[_layout_pb2.KvLayout, _Mapping]] = ..., num_blocks: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
+    kernels: str
+    def __init__(self, model_name: _Optional[str] = ..., architecture: _Optional[str] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., layout: _Optional[_Union[_layout_pb2.KvLayout, _Mapping]] = ..., num_blocks: _Optional[int] = ..., device: _Optional[str] = ..., kernels: _Optional[str] = ...) -> None: ...
 
 class SubscribeKvEventsRequest(_message.Message):
     __slots__ = ("start_sequence_number",)

@@ -67,6 +67,11 @@ async def test_fact_is_answered_over_shared_memory(client: AsyncClient) -> None:
     assert answer.complete.decode_worker.startswith("decode")
 
 
+async def test_workers_say_what_they_compute_with(client: AsyncClient) -> None:
+    workers = (await client.server_info()).workers
+    assert [worker.kernels.partition(" ")[0] for worker in workers] == ["native", "native"]
+
+
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05}])
 async def test_sixteen_streams_at_once_get_the_tokens_they_get_one_by_one(
     client: AsyncClient, sampling: dict[str, Any]

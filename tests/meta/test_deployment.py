@@ -7,6 +7,7 @@ from typing import TypeAlias
 import pytest
 import yaml
 
+from engine.kernels.cpu.build import COMPILERS
 from engine.serving.settings import RoleSettings
 from tests.meta.commands import environment_of, unknown_part
 from tests.meta.repository import PACKAGES, ROOT, own_files, relative, run_tool
@@ -180,3 +181,20 @@ def test_build_context_has_every_package_and_what_is_copied(dockerfile: Path) ->
     }
     assert sources <= allowed, "the .dockerignore keeps these out of the build"
     assert all((ROOT / source).exists() for source in sources)
+
+
+@pytest.mark.parametrize("dockerfile", _DOCKERFILES, ids=lambda path: str(relative(path)))
+def test_image_has_the_compiler_that_the_kernels_are_built_with_and_builds_them(dockerfile: Path) -> None:
+    text = dockerfile.read_text(encoding="utf-8")
+    stages = dict(re.findall(r"^FROM \S+ AS (\S+)\n(.*?)(?=^FROM |\Z)", text, re.MULTILINE | re.DOTALL))
+    installed = re.search(r"apt-get install --yes --no-install-recommends ([^&]+?)\s*\\?\s*&&", stages["runtime"])
+    assert installed is not None
+    assert set(COMPILERS) & set(installed[1].split()), f"engine/kernels/cpu/build.py looks for {COMPILERS}"
+    built = stages["cpu"].partition("python -m engine.kernels.cpu.prebuild")
+    assert built[1], "each new container would compile first"
+    assert "USER 10001" in built[0], "a cache of another user's is not trusted"
+
+
+def test_setup_looks_for_the_compiler_that_the_kernels_are_built_with() -> None:
+    script = (ROOT / "scripts" / "setup.sh").read_text(encoding="utf-8")
+    assert f'in "${{CXX:-}}" {" ".join(COMPILERS)};' in script

@@ -25,7 +25,8 @@ _log = structlog.get_logger(__name__)
 
 SOURCES = Path(__file__).with_name("src")
 ISA_VARIABLE = "KVRELAY_CPU_ISA"
-_COMPILERS = ("c++", "g++", "clang++")
+_X86 = ("x86_64", "AMD64")
+COMPILERS = ("c++", "g++", "clang++")
 _BUILD_LIMIT_S = 120
 _FLAGS = (
     "-std=c++17",
@@ -84,6 +85,11 @@ def choose_isa() -> Isa:
     return Isa(wanted)
 
 
+def variants() -> tuple[Isa, ...]:
+    """Return the variants that CPUs of this machine's kind may run, whichever of them this one does."""
+    return tuple(Isa) if platform.machine() in _X86 else (Isa.PORTABLE,)
+
+
 def build_library(isa: Isa) -> Path:
     """Return the compiled library of a variant, compiling it if no process has yet.
 
@@ -131,10 +137,10 @@ def _first_error(output: str) -> str:
 
 
 def _compiler() -> str:
-    for name in (os.environ.get("CXX", ""), *_COMPILERS):
+    for name in (os.environ.get("CXX", ""), *COMPILERS):
         if name and (found := shutil.which(name)):
             return found
-    raise KernelsUnavailable("no C++ compiler: none of CXX, " + ", ".join(_COMPILERS) + " is on PATH")
+    raise KernelsUnavailable("no C++ compiler: none of CXX, " + ", ".join(COMPILERS) + " is on PATH")
 
 
 @cache
@@ -188,7 +194,7 @@ def _cpu_flags() -> frozenset[str]:
 @cache
 def _cpu_info() -> dict[str, str]:
     """What the kernel says of the first core, by name; empty where there are no variants for the machine."""
-    if platform.machine() not in ("x86_64", "AMD64"):
+    if platform.machine() not in _X86:
         return {}
     try:
         first_core = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n", 1)[0]

@@ -54,4 +54,4 @@ class FakeClient(AsyncClient):
         return (ModelSummary("tiny", "llama", 512, 1000, True),)
 
     async def server_info(self, timeout_s: float | None = None) -> ServerInfo:
-        return ServerInfo("0", (), self.num_running, 0, 0)
+        return ServerInfo("0", (), self.num_running, 0, 0, "")

@@ -1,6 +1,8 @@
 """Every field of the public request: what is taken, what is refused and under which name."""
 
 import math
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -180,6 +182,20 @@ def test_prompt_that_cannot_fit_is_refused_untokenized(message: inference_pb2.Ge
     with pytest.raises(ContextTooLong) as caught:
         convert.to_call(message, LIMITS)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_tokens": 60}, "60 tokens and a prompt do not fit the 50 tokens that a decode worker's KV cache holds"),
+        ({"text": "x" * 201}, "over 200 bytes, which cannot fit the 50 tokens that a decode worker's KV cache holds"),
+        ({"text": "x" * 10_001}, "over 10000 bytes, the most that is taken here"),
+    ],
+)
+def test_small_cache_is_not_called_the_context(changes: dict[str, Any], words: str) -> None:
+    limits = replace(LIMITS, context_length=8192)
+    with pytest.raises(ContextTooLong, match=re.escape(words)):
+        to_call(changes.pop("text", "hi"), limits, **changes)
 
 
 def test_without_workers_only_the_byte_limit_holds() -> None:

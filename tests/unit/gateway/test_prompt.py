@@ -1,5 +1,6 @@
 """From a call to completions: fitting the context, defaults, seeds, ids, bad words."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer(resolve_model("smollm2").path)
 
 
-async def run(tokenizer: Tokenizer, prompt: TextPrompt | TokenPrompt, **changes: Any) -> list[CompletionRequest]:
+async def run(
+    tokenizer: Tokenizer, prompt: TextPrompt | TokenPrompt, limits: ModelLimits = LIMITS, **changes: Any
+) -> list[CompletionRequest]:
     fields: dict[str, Any] = {"max_tokens": None, "seed": None, "sampling_params": SamplingParams(), **changes}
     call = GenerateCall(model="", prompt=prompt, **fields)
     service = TokenizerService(tokenizer)
@@ -31,7 +34,7 @@ async def run(tokenizer: Tokenizer, prompt: TextPrompt | TokenPrompt, **changes:
             first_request_id=RequestId(100),
             tokenizer=service,
             max_sequence_tokens=CONTEXT,
-            limits=LIMITS,
+            limits=limits,
             arrival=5.0,
             deadline=9.0,
         )
@@ -63,6 +66,24 @@ async def test_max_tokens_that_do_not_fit_are_named(tokenizer: Tokenizer) -> Non
     with pytest.raises(ContextTooLong) as caught:
         await run(tokenizer, tokens(40), max_tokens=11)
     assert caught.value.field == "sampling_params.max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("context_length", "room"),
+    [
+        (CONTEXT, "the context of 50 tokens"),
+        (8192, "the 50 tokens that a decode worker's KV cache holds (the model's context is 8192)"),
+    ],
+)
+async def test_what_is_too_small_is_named(tokenizer: Tokenizer, context_length: int, room: str) -> None:
+    limits = replace(LIMITS, context_length=context_length)
+    with pytest.raises(ContextTooLong) as caught:
+        await run(tokenizer, tokens(50), limits)
+    told = f"the prompt has 50 tokens; with at least one new token it must fit {room}"
+    assert caught.value.description == told
+    with pytest.raises(ContextTooLong) as caught:
+        await run(tokenizer, tokens(40), limits, max_tokens=11)
+    assert caught.value.description == f"the prompt has 40 tokens, which leaves 10 of {room}, not 11"
 
 
 async def test_min_tokens_that_do_not_fit_are_named(tokenizer: Tokenizer) -> None:

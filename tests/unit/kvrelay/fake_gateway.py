@@ -56,6 +56,7 @@ class FakeGateway(inference_service_pb2_grpc.InferenceServiceServicer):
         self.waits_after: int | None = None
         """Number of messages after which the stream stands still until the client leaves."""
         self.cancelled = threading.Event()
+        self.instance_id = "gateway-1"
         self.workers = [
             pb.WorkerSummary(
                 worker_id="decode-0",
@@ -67,8 +68,15 @@ class FakeGateway(inference_service_pb2_grpc.InferenceServiceServicer):
                 num_blocks=10,
                 num_leases=1,
                 transports=["shm", "grpc"],
+                kernels="native (avx2)",
             ),
-            pb.WorkerSummary(worker_id="prefill-0", role="prefill", address="127.0.0.1:2", transports=["grpc"]),
+            pb.WorkerSummary(
+                worker_id="prefill-0",
+                role="prefill",
+                address="127.0.0.1:2",
+                transports=["grpc"],
+                kernels="torch, slow: native kernels cannot be had, no C++ compiler",
+            ),
         ]
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
@@ -111,7 +119,13 @@ class FakeGateway(inference_service_pb2_grpc.InferenceServiceServicer):
         return pb.ListModelsResponse(models=[model])
 
     def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
-        return pb.GetServerInfoResponse(version="9.9", workers=self.workers, num_running_requests=1, uptime_ms=5000)
+        return pb.GetServerInfoResponse(
+            version="9.9",
+            workers=self.workers,
+            num_running_requests=1,
+            uptime_ms=5000,
+            instance_id=self.instance_id,
+        )
 
 
 def _abort(context: Any, error: EngineError) -> None:

@@ -10,9 +10,6 @@ import sys
 import time
 from typing import Any
 
-from kvrelay.v1 import inference_service_pb2 as pb
-from tests.unit.kvrelay.fake_gateway import FakeGateway, serving
-
 
 def main() -> None:
     role, flags = sys.argv[1], dict(zip(sys.argv[2::2], sys.argv[3::2], strict=True))
@@ -29,7 +26,12 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, on_term)
     if role == "gateway":
+        # Late: the gateway says that its workers are there, so those must handle signals before it can answer.
+        from kvrelay.v1 import inference_service_pb2 as pb
+        from tests.unit.kvrelay.fake_gateway import FakeGateway, serving
+
         fake = FakeGateway()
+        fake.instance_id = flags["--instance-id"]
         workers = [("prefill", int(os.environ.get("FAKE_PREFILL", "1"))), ("decode", 1)]
         fake.workers = [
             pb.WorkerSummary(worker_id=f"{tier}-{index}", role=tier, is_connected=not behaviour.startswith("crash"))

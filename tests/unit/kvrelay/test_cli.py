@@ -13,6 +13,7 @@ import kvrelay
 from engine.errors import CapacityError, InvalidRequest, ModelNotFound
 from kvrelay.cli.console import flag_of
 from kvrelay.cli.main import app
+from kvrelay.v1 import sampling_pb2
 
 from .fake_gateway import FakeGateway, answer
 
@@ -24,7 +25,9 @@ def run(*argv: str, stdin: str | None = None) -> Result:
     return result
 
 
-COMMANDS = ["demo", "serve", "check", "gateway", "prefill", "decode", "generate", "chat", "status", "health", "version"]
+ROLES = ["gateway", "prefill", "decode"]
+QUESTIONS = ["generate", "chat", "tokenize", "models", "status", "health"]
+COMMANDS = ["demo", "serve", "check", *ROLES, *QUESTIONS, "version"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -41,6 +44,7 @@ def test_help_lists_every_command() -> None:
 
 def test_version_is_the_packages() -> None:
     assert run("version").stdout.strip() == kvrelay.__version__
+    assert run("--version").stdout.strip() == kvrelay.__version__
 
 
 def test_text_is_streamed_to_standard_output_only(target: str, gateway: FakeGateway) -> None:
@@ -136,6 +140,12 @@ def test_status_shows_the_workers(target: str) -> None:
     assert all(word in text for word in ("decode-0", "prefill-0", "connected", "not connected", "9 of 10", "tiny"))
 
 
+def test_status_says_which_kernels_run_and_why_they_are_slow(target: str) -> None:
+    shown = run("status", "--target", target)
+    assert "native (avx2)" in shown.stdout
+    assert "\nprefill-0: torch, slow: native kernels cannot be had, no C++ compiler\n" in shown.stdout
+
+
 def test_status_as_json_holds_all_that_is_known(target: str) -> None:
     shown = json.loads(run("status", "--target", target, "--json").stdout)
     assert shown["target"] == target
@@ -221,6 +231,9 @@ def test_model_that_leads_nowhere_starts_nothing() -> None:
         ("model", "--model"),
         ("chat.messages", "the messages"),
         ("text", "the prompt"),
+        ("messages[0].content", "the messages"),
+        ("sampling_params.stop_token_ids[3]", "--stop-token-id"),
+        ("sampling_params.logit_bias[7]", "--logit-bias"),
         ("sampling_params.stop[3]", "--stop"),
     ],
 )
@@ -231,3 +244,71 @@ def test_fields_are_named_as_they_were_given(field: str, flag: str) -> None:
 def test_odd_text_is_printed_as_it_is(target: str, gateway: FakeGateway) -> None:
     gateway.script = [*answer("[bold]ünï🙂[/bold] %s")]
     assert run("generate", "Hi", "--target", target).stdout == "[bold]ünï🙂[/bold] %s\n"
+
+
+def test_target_is_taken_in_its_obvious_forms(target: str) -> None:
+    port = target.rpartition(":")[2]
+    for given in (port, f"http://{target}"):
+        assert run("status", "--target", given).exit_code == 0
+    result = run("status", "--target", "localhost")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "error: --target: must be host:port, for instance 127.0.0.1:50051, not 'localhost'; the port is missing: "
+        "localhost:PORT\n",
+    )
+
+
+def test_nobody_there_tells_of_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    assert "(http_proxy is set, and not used for this connection)" in run("status", "--target", "127.0.0.1:1").stderr
+
+
+def test_every_flag_of_sampling_is_sent(target: str, gateway: FakeGateway) -> None:
+    flags = ["--stop-token-id", "7", "--stop-token-id", "8", "--logit-bias", "3=-1.5", "--logit-bias", "4=2"]
+    assert run("generate", "Hi", "--target", target, *flags, "--logprobs", "0", "--n", "1").exit_code == 0
+    params = gateway.requests[0].sampling_params
+    assert list(params.stop_token_ids) == [7, 8]
+    assert dict(params.logit_bias) == {3: -1.5, 4: 2.0}
+    assert (params.n, params.HasField("logprobs"), params.logprobs) == (1, True, 0)
+
+
+@pytest.mark.parametrize("bias", ["3", "x=1", "3=", "=1"])
+def test_bias_that_is_none_is_named(bias: str) -> None:
+    result = run("generate", "Hi", "--logit-bias", bias)
+    assert result.exit_code == 2
+    assert "TOKEN=BIAS" in result.stderr
+
+
+def test_several_answers_are_printed_one_after_the_other(target: str, gateway: FakeGateway) -> None:
+    gateway.script = [*answer("second", [1], index=1), *answer("first", [2], index=0)]
+    result = run("generate", "Hi", "--n", "2", "--target", target)
+    assert result.stdout == "[1 of 2]\nfirst\n[2 of 2]\nsecond\n"
+    shown = json.loads(run("generate", "Hi", "--n", "2", "--json", "--target", target).stdout)
+    assert [(each["text"], each["seed"]) for each in shown["completions"]] == [("first", 77), ("second", 78)]
+
+
+def test_logprobs_are_shown_beside_the_text_and_in_json(target: str, gateway: FakeGateway) -> None:
+    entry = sampling_pb2.TokenLogprob(token_id=5, logprob=-0.5, rank=1)
+    chunk, complete = answer("A", [5])
+    chunk.chunk.logprobs.append(sampling_pb2.PositionLogprobs(sampled=entry, top=[entry]))
+    gateway.script = [chunk, complete]
+    result = run("generate", "Hi", "--logprobs", "1", "--target", target)
+    assert result.stdout == "A\n"
+    assert "5 -0.500" in result.stderr
+    shown = json.loads(run("generate", "Hi", "--logprobs", "1", "--json", "--target", target).stdout)
+    assert shown["logprobs"][0]["sampled"] == {"token_id": 5, "logprob": -0.5, "rank": 1}
+
+
+def test_models_are_listed(target: str) -> None:
+    text = run("models", "--target", target).stdout
+    assert all(word in text for word in ("tiny", "llama", "512", "100", "yes"))
+    shown = json.loads(run("models", "--json", "--target", target).stdout)
+    assert [model["context_length"] for model in shown["models"]] == [512]
+
+
+def test_text_is_tokenized(target: str) -> None:
+    assert run("tokenize", "a bb ccc", "--target", target).stdout == "1 2 3\n"
+    assert run("tokenize", "-", "--target", target, stdin="a bb").stdout == "1 2\n"
+    assert run("tokenize", "four words in all", "--chat", "--target", target).stdout == "17\n"
+    shown = json.loads(run("tokenize", "a bb", "--json", "--target", target).stdout)
+    assert shown == {"num_tokens": 2, "token_ids": [1, 2]}

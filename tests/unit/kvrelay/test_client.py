@@ -277,6 +277,7 @@ def test_questions_are_answered_with_values(client: AnyClient) -> None:
     assert [worker.worker_id for worker in info.connected("decode")] == ["decode-0"]
     assert info.connected("prefill") == ()
     assert info.workers[0].transports == ("shm", "grpc")
+    assert (info.instance_id, info.workers[0].kernels) == ("gateway-1", "native (avx2)")
 
 
 def test_health_tells_ready_not_ready_and_unknown_apart(client: AnyClient) -> None:
@@ -321,3 +322,70 @@ def test_threads_share_a_client(target: str) -> None:
     with Client(target) as client, ThreadPoolExecutor(4) as pool:
         texts = list(pool.map(lambda _: client.complete("Hi").text, range(12)))
     assert texts == ["Hello there"] * 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "words"),
+    [
+        ({"prompt": "a\udcff"}, "prompt", "byte 0xff at character 1 is not UTF-8 text"),
+        ({"prompt": "\ud83d"}, "prompt", "U\\+D83D at character 0 is half of a surrogate pair"),
+        ({"messages": [("user", "x"), ("user", "\udc80")]}, r"messages[1].content", "byte 0x80"),
+        ({"messages": [("\udc80", "x")]}, "messages[0].role", "byte 0x80"),
+        ({"prompt": "a", "stop": ["x", "\udc80"]}, "sampling_params.stop[1]", "byte 0x80"),
+        ({"prompt": "a", "stop": "\udc80"}, "sampling_params.stop[0]", "byte 0x80"),
+        ({"prompt": "a", "bad_words": ("\udc80",)}, "sampling_params.bad_words[0]", "byte 0x80"),
+        ({"prompt": "a", "cache_salt": "\udc80"}, "sampling_params.cache_salt", "byte 0x80"),
+        ({"prompt": "a", "regex": "\udc80"}, "sampling_params.regex", "byte 0x80"),
+        ({"prompt": "a", "model": "\udc80"}, "model", "byte 0x80"),
+        ({"prompt": "a", "client_request_id": "\udc80"}, "client_request_id", "byte 0x80"),
+        ({"prompt": 5}, "prompt", "must be a text, not 5"),
+        ({"messages": "Hi"}, "messages[0]", "must have a role and a content"),
+        ({"messages": [("user",)]}, "messages[0]", "must have a role and a content"),
+        ({"token_ids": [-1]}, "token_ids", "a list of whole numbers from 0 to 4294967295, not \\[-1\\]"),
+        ({"token_ids": 5}, "token_ids", "a list of whole numbers"),
+        (
+            {"prompt": "a", "max_tokens": -1},
+            "sampling_params.max_tokens",
+            "a whole number from 0 to 4294967295, not -1",
+        ),
+        ({"prompt": "a", "seed": 2**64}, "sampling_params.seed", "a whole number from 0 to 18446744073709551615"),
+        ({"prompt": "a", "priority": 2**31}, "sampling_params.priority", "from -2147483648 to 2147483647"),
+        ({"prompt": "a", "temperature": "hot"}, "sampling_params.temperature", "must be a number, not 'hot'"),
+        ({"prompt": "a", "ignore_eos": "x"}, "sampling_params.ignore_eos", "must be a truth value"),
+        ({"prompt": "a", "logit_bias": {-1: 2}}, "sampling_params.logit_bias", "whole numbers from .* to numbers"),
+        ({"prompt": "a", "logit_bias": [3]}, "sampling_params.logit_bias", "must be a mapping"),
+    ],
+)
+def test_refusals_say_what_is_allowed(arguments: dict[str, Any], field: str, words: str) -> None:
+    # The target is never dialled.
+    with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequest, match=words) as caught:
+        client.generate(**arguments)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "field"),
+    [
+        ("tokenize", ["\udc80"], "text"),
+        ("tokenize", [5], "text"),
+        ("detokenize", [[-1]], "token_ids"),
+        ("abort", [-1], "request_ids"),
+        ("is_serving", ["\udc80"], "service"),
+    ],
+)
+def test_questions_refuse_wrong_forms_by_name(client: AnyClient, method: str, given: list[Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        client.call(method, *given)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("kind", ["blocking", "asyncio"])
+def test_target_that_is_no_address_is_refused_by_name(kind: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"target: must be host:port.*the port is missing"):
+        AnyClient(kind, "localhost").call("list_models")
+
+
+def test_proxy_for_the_web_is_passed_by(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    for kind in ("blocking", "asyncio"):
+        assert AnyClient(kind, target).call("list_models")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.errors import InvalidRequest
 from kvrelay.client import AsyncClient
 from kvrelay.cluster import ClusterConfig, ClusterEvent, LocalCluster
 from kvrelay.process import ClusterError, ManagedProcess, child_command, make_run_dir
@@ -60,12 +61,31 @@ async def test_cluster_is_ready_inside_and_gone_outside(tmp_path: Path) -> None:
     assert events[0] == "starting the gateway"
 
 
+async def test_second_cluster_on_a_port_starts_nothing_and_names_it() -> None:
+    async with make_cluster() as first:
+        second = make_cluster(port=first.port)
+        with pytest.raises(InvalidRequest, match=f"port: 127.0.0.1:{first.port} is already in use"):
+            await second.__aenter__()
+        assert second.processes == ()
+
+
+async def test_answers_of_another_cluster_s_gateway_are_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that start at once: the loser's gateway ends while the winner's answers on the port that both wanted."""
+    async with make_cluster() as winner:
+        monkeypatch.setattr("kvrelay.cluster.check_address", lambda _host, _port: None)
+        monkeypatch.setenv("FAKE_ROLE", "crash gateway")
+        loser = make_cluster(port=winner.port)
+        with pytest.raises(ClusterError, match="gateway ended with exit code 1"):
+            await loser.__aenter__()
+
+
 async def test_roles_get_their_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_PREFILL", "2")
     cluster = make_cluster(num_prefill=2, model="m.gguf", worker_args=["--x", "1"], decode_args=["--y", "2"])
     async with cluster:
         commands = {process.name: " ".join(process.command) for process in cluster.processes}
-    assert f"--port {cluster.port} --model m.gguf" in commands["gateway"]
+    assert f"--port {cluster.port} --instance-id " in commands["gateway"]
+    assert "--model m.gguf" in commands["gateway"]
     assert "--x" not in commands["gateway"]
     for name in ("prefill-0", "prefill-1", "decode-0"):
         assert f"--gateway {cluster.target} --worker-id {name} --run-dir" in commands[name]

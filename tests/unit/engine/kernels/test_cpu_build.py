@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels.cpu import build
+from engine.kernels.cpu import build, prebuild
 from engine.kernels.cpu.build import ISA_VARIABLE, Isa, KernelsUnavailable, build_library, choose_isa
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
@@ -113,6 +113,24 @@ def test_no_compiler_is_said_so(workshop: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(KernelsUnavailable, match="no C\\+\\+ compiler"):
         build_library(Isa.PORTABLE)
+
+
+def test_an_image_gets_every_variant_of_its_machines(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "_cpu_flags", cpu_with("avx2"))
+    assert prebuild.main() == 0
+    names = {path.name.split("-")[1] for path in (workshop / "cache" / "kvrelay").glob("*.so")}
+    assert names == {"avx512vnni", "avxvnni", "avx2", "portable"}
+    assert num_builds(workshop) == 4
+    build_library(Isa.AVX2)
+    assert num_builds(workshop) == 4
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert build.variants() == (Isa.PORTABLE,)
+    monkeypatch.setenv("PATH", str(workshop / "empty"))
+    monkeypatch.delenv("CXX")
+    assert prebuild.main() == 1
+    assert "no C++ compiler" in capsys.readouterr().err
 
 
 def cpu_with(*flags: str) -> Callable[[], frozenset[str]]:

@@ -12,8 +12,9 @@ import grpc
 import grpc.aio
 import pytest
 import structlog
+from google.protobuf import descriptor_pool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from engine.errors import InvalidRequest, RequestCancelled
 from engine.serving.server import ServiceServer
@@ -137,18 +138,38 @@ async def test_watch_tells_every_lasting_change_and_ends_with_the_server(running
     assert time.monotonic() - started < 5
 
 
-async def test_reflection_lists_every_service(running: Running) -> None:
-    stub: Any = reflection_pb2_grpc.ServerReflectionStub(running.channel)
+REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
 
-    async def requests() -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
-        yield reflection_pb2.ServerReflectionRequest(list_services="")
 
-    names = [
-        service.name
-        async for response in stub.ServerReflectionInfo(requests())
-        for service in response.list_services_response.service
-    ]
-    assert set(names) == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+async def _reflect(running: Running, service: str, **question: Any) -> reflection_pb2.ServerReflectionResponse:
+    call = running.channel.stream_stream(
+        f"/{service}/ServerReflectionInfo",
+        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )
+    (answer,) = [each async for each in call(iter([reflection_pb2.ServerReflectionRequest(**question)]))]
+    assert isinstance(answer, reflection_pb2.ServerReflectionResponse)
+    return answer
+
+
+@pytest.mark.parametrize("service", REFLECTION)
+async def test_reflection_of_both_versions_lists_every_service(running: Running, service: str) -> None:
+    answer = await _reflect(running, service, list_services="")
+    names = {each.name for each in answer.list_services_response.service}
+    assert names == {SERVICE, "grpc.health.v1.Health", *REFLECTION}
+
+
+@pytest.mark.parametrize("service", REFLECTION)
+async def test_reflection_describes_itself_in_each_version(running: Running, service: str) -> None:
+    answer = await _reflect(running, service, file_containing_symbol=service)
+    pool = descriptor_pool.DescriptorPool()
+    for content in answer.file_descriptor_response.file_descriptor_proto:
+        pool.AddSerializedFile(content)
+    described: Any = pool.FindServiceByName(service).methods_by_name["ServerReflectionInfo"]
+    package = service.rpartition(".")[0]
+    assert described.input_type.full_name == f"{package}.ServerReflectionRequest"
+    extension = described.input_type.fields_by_name["file_containing_extension"]
+    assert extension.message_type.full_name == f"{package}.ExtensionRequest"
 
 
 async def test_signal_drains_in_order_and_lets_running_calls_finish(running: Running) -> None:

@@ -24,6 +24,7 @@ class DecodeLike(RoleSettings):
     colour: Colour = Field(Colour.RED, description="a closed set")
     transports: tuple[Literal["shm", "grpc"], ...] = Field(("shm", "grpc"), description="a list of a closed set")
     run_dir: Path | None = Field(None, description="a path")
+    share: float | None = Field(None, gt=0.0, le=1.0, description="a number with an open end")
 
 
 class NeedsModel(RoleSettings):
@@ -106,13 +107,15 @@ def test_settings_are_frozen() -> None:
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
-        (["--num-blocks", "0"], ["--num-blocks", "'0'", "greater than or equal to 1"]),
+        (["--num-blocks", "0"], ["--num-blocks", "'0'", "must be at least 1"]),
         (["--num-blocks", "many"], ["--num-blocks", "'many'", "integer"]),
         (["--colour", "green"], ["--colour", "'green'", "red, blue"]),
         (["--transports", "shm,pigeon"], ["--transports", "'pigeon'", "shm, grpc"]),
-        (["--port", "70000"], ["--port", "'70000'", "65535"]),
+        (["--port", "70000"], ["--port", "'70000'", "must be from 0 to 65535"]),
         (["--log-level", "loud"], ["--log-level", "'loud'", "debug, info, warning, error"]),
         (["--drain-timeout-s", "nan"], ["--drain-timeout-s", "finite"]),
+        (["--drain-timeout-s", "-1"], ["--drain-timeout-s", "'-1'", "must be at least 0"]),
+        (["--share", "0"], ["--share", "'0'", "must be above 0.0 and at most 1.0"]),
         (["--no-such-flag"], ["--no-such-flag"]),
         (["--num", "3"], ["--num"]),
     ],
@@ -136,7 +139,7 @@ def test_every_bad_setting_is_told_at_once(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
-        ("num_blocks: 0", ["key 'num_blocks'", "greater than or equal to 1"]),
+        ("num_blocks: 0", ["key 'num_blocks'", "must be at least 1"]),
         ("num_block: 3", ["unknown key 'num_block'", "did you mean 'num_blocks'?"]),
         ("zzz: 3", ["unknown key 'zzz'", "known: "]),
         ("decode:\n  num_block: 3", ["unknown key 'num_block'"]),
@@ -181,3 +184,36 @@ def test_switches_of_the_command_are_in_the_help_but_no_settings(capsys: pytest.
     with pytest.raises(SystemExit):
         parse_settings(DecodeLike, ["--help"], "kvrelay check", switches)
     assert "print one JSON object instead" in capsys.readouterr().out
+
+
+def test_port_of_a_kubernetes_service_is_no_setting(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVRELAY_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("KVRELAY_PORT_50051_TCP", "tcp://10.0.0.1:50051")
+    monkeypatch.setenv("KVRELAY_PORT", "tcp://10.0.0.1:50051")
+    assert parse().port == 0
+    told = "kvrelay decode: KVRELAY_PORT=tcp://10.0.0.1:50051 describes a Kubernetes Service, not a setting: ignored\n"
+    assert capsys.readouterr().err == told
+    assert parse("--port", "7").port == 7
+    assert capsys.readouterr().err == "", "nothing was left out"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("PORT", "tcp://10.0.0.1"), ("PORT", "http://10.0.0.1:1"), ("NUM_BLOCKS", "tcp://10.0.0.1:1")]
+)
+def test_wrong_variables_are_not_taken_for_a_service(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    monkeypatch.setenv(f"KVRELAY_{name}", text)
+    assert f"KVRELAY_{name}: {text!r} is not valid" in refused(capsys)
+
+
+def test_text_that_is_no_unicode_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (
+        refused(capsys, "--host", "a\udcff") == "kvrelay decode: --host: byte 0xff at character 1 is not UTF-8 text\n"
+    )
+    monkeypatch.setenv("KVRELAY_HOST", "\udc80")
+    assert "KVRELAY_HOST: byte 0x80" in refused(capsys)
