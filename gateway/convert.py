@@ -35,8 +35,9 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 4_096
 MAX_BAD_WORDS = 1_024
 MAX_BAD_WORD_BYTES = 1_024
-MAX_TOKEN_ENTRIES = 4_096
-"""Most stop tokens, and most biased ones: each is read on every worker, for every completion."""
+MAX_TOKEN_ENTRIES = 1_024
+"""Most stop tokens, and most biased ones: each is written and read again for every completion of a call."""
+MAX_ALLOWED_TOKENS = 4_096
 MAX_SALT_BYTES = 256
 MAX_CLIENT_ID_BYTES = 128
 
@@ -158,7 +159,7 @@ def _to_sampling_params(params: sampling_pb2.SamplingParams, limits: ModelLimits
     most_tokens = min(limits.vocab_size, MAX_TOKEN_ENTRIES)
     check_count(f"{_PARAMS}.stop_token_ids", params.stop_token_ids, most_tokens)
     check_count(f"{_PARAMS}.logit_bias", params.logit_bias, most_tokens)
-    check_count(f"{_PARAMS}.allowed_token_ids", params.allowed_token_ids, limits.vocab_size)
+    check_count(f"{_PARAMS}.allowed_token_ids", params.allowed_token_ids, min(limits.vocab_size, MAX_ALLOWED_TOKENS))
     given = {name: getattr(params, name) for name in _PLAIN_FIELDS if params.HasField(name)}
     result = SamplingParams(
         **given,

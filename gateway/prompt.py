@@ -7,7 +7,7 @@ import secrets
 from dataclasses import replace
 
 from engine.errors import ContextTooLong, InvalidRequest
-from engine.request_checks import check_leaves_a_token, check_sampling_params
+from engine.request_checks import check_bad_words, check_leaves_a_token
 from engine.types import EngineRequest, RequestId
 from gateway.request import CompletionRequest, GenerateCall, ModelLimits
 from gateway.tokenizer import TokenizerService
@@ -52,7 +52,7 @@ async def resolve(
         call.sampling_params, max_tokens=max_tokens, bad_words=await tokenizer.encode_bad_words(call.bad_words)
     )
     # Once for all completions, which differ in their seeds only. Bad words became tokens just now.
-    check_sampling_params(params, limits.vocab_size)
+    check_bad_words(params, limits.vocab_size)
     check_leaves_a_token(params, limits.vocab_size, params.stop_token_ids)
     seed = secrets.randbits(64) if call.seed is None else call.seed
     return [

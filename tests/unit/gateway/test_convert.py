@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from gateway.request import ChatMessage, ChatPrompt, GenerateCall, ModelLimits, 
 from gateway.response import Completion, Ending, Started, Timings, TokenChunk, Usage
 from kvrelay.v1 import inference_service_pb2 as inference_pb2
 from kvrelay.v1 import sampling_pb2
+from kvrelay.wire.requests import sampling_params_to_proto
 
 LIMITS = ModelLimits(vocab_size=100, max_token_bytes=4, max_prompt_bytes=10_000, max_sequence_tokens=50)
 
@@ -239,3 +241,33 @@ def test_responses_carry_every_field() -> None:
     for message in (complete, complete.usage, complete.timings):
         values = {field.name for field, _ in message.ListFields()}
         assert values == set(message.DESCRIPTOR.fields_by_name) - {"matched_stop_token_id"}
+
+
+def test_lists_that_are_read_for_every_completion_are_short() -> None:
+    """The longest that are taken, for the most completions: writing them all must not hold up the event loop."""
+    wide = replace(LIMITS, vocab_size=200_000)
+    longest: dict[str, Any] = {
+        "n": convert.MAX_COMPLETIONS,
+        "logit_bias": dict.fromkeys(range(convert.MAX_TOKEN_ENTRIES), 1.0),
+        "stop_token_ids": range(convert.MAX_TOKEN_ENTRIES),
+        "allowed_token_ids": range(convert.MAX_ALLOWED_TOKENS),
+    }
+
+    def call_with(fields: dict[str, Any]) -> GenerateCall:
+        params = sampling_pb2.SamplingParams(**fields)
+        return convert.to_call(inference_pb2.GenerateRequest(text="x", sampling_params=params), wide)
+
+    params = call_with(longest).sampling_params
+    times_s = []
+    for _ in range(5):
+        started = time.process_time()
+        for _ in range(convert.MAX_COMPLETIONS):
+            sampling_params_to_proto(params).SerializeToString()
+        times_s.append(time.process_time() - started)
+    # 8 ms where this was written, 600 ms for lists of a whole vocabulary.
+    assert min(times_s) < 0.1
+    for name, value in longest.items():
+        if name != "n":
+            longer = {**value, 150_000: 1.0} if isinstance(value, dict) else [*value, 150_000]
+            with pytest.raises(InvalidRequest, match=f"{name}: at most"):
+                call_with({name: longer})
