@@ -46,11 +46,14 @@ class ChatTemplate:
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], max_rendered_chars: int = MAX_RENDERED_CHARS
     ) -> None:
+        self.source = source
+        """Jinja source."""
         self._special_tokens = dict(special_tokens)
         self._max_rendered_chars = max_rendered_chars
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+        except Exception as error:
+            # Compiled in two steps, by jinja2 and by Python, each of which has errors of its own for what it dislikes.
             raise InvalidRequest("model", f"its chat template cannot be compiled: {error}") from error
 
     def render(self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True) -> str:

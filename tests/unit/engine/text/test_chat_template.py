@@ -6,8 +6,8 @@ from datetime import datetime
 import pytest
 
 from engine.errors import InvalidRequest
-from engine.text.chat import ChatMessage, ChatTemplate
 from engine.text.tokenizer import Tokenizer
+from engine.vocab.chat_template import ChatMessage, ChatTemplate
 
 HELLO = [ChatMessage("user", "hello")]
 
