@@ -17,7 +17,7 @@ from engine.text.pieces import PieceAlphabet, TokenizerParts
 from engine.vocab.hf_vocab import HfVocabulary, read_hf_vocabulary
 
 _MOST_UNUSED_IDS: Final = 1 << 16
-"""Tables are as long as the largest id: so many ids may have no token, or as many as there are tokens if that is more."""
+"""Tables are as long as the largest id: so many ids may have no token, or as many as have one if that is more."""
 
 
 def load_hf_tokenizer(folder: Path) -> TokenizerParts:
