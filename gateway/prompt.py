@@ -30,7 +30,7 @@ async def resolve(
     """Return the call's completions, with request ids counting up from `first_request_id` and seeds from the call's.
 
     Raises:
-        InvalidRequest: the prompt has no tokens, or some that the model lacks, or min_tokens exceeds what can be generated.
+        InvalidRequest: the prompt has no tokens or some that the model lacks, or min_tokens exceeds what can be made.
         ContextTooLong: prompt and output do not fit the context; names the field to change.
     """
     token_ids = await tokenizer.encode_prompt(call.prompt)

@@ -80,7 +80,8 @@ class GgufFile:
         raw = np.frombuffer(self._map, np.uint8, tensor.num_bytes, tensor.offset)
         # Rows of quantized types are whole numbers of quantization blocks.
         rows = raw.reshape(*tensor.shape[:-1], -1)[:num_rows]
-        values: npt.NDArray[np.float32] = gguf.quants.dequantize(rows, tensor.type)
+        with np.errstate(all="ignore"):  # a damaged file's scales may be infinite; then so are its values
+            values: npt.NDArray[np.float32] = gguf.quants.dequantize(rows, tensor.type)
         return values
 
     def _read_header(self) -> None:

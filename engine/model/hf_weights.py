@@ -3,6 +3,7 @@
 Upcasts to fp32; refuses integer and fp8 checkpoints. Implements `weights.WeightReader`.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -122,7 +123,7 @@ def _shards_of_index(folder: Path) -> list[Path]:
     for name in names:
         if Path(name).name != name:
             raise InvalidRequest("model", f"{path} names a file outside the folder: {shown(name)}")
-        if not (folder / name).is_file():
+        if not os.path.isfile(folder / name):  # unlike the method of Path, false for what can be no name
             raise InvalidRequest("model", f"{folder} lacks {shown(name)[1:-1]}, which its index names")
     if not names:
         raise InvalidRequest("model", f"{path}: weight_map names no file")

@@ -32,10 +32,10 @@ def load_hf_tokenizer(folder: Path) -> TokenizerParts:
     except (OSError, ValueError) as error:
         raise InvalidRequest("model", f"cannot read {path}: {error}") from error
     backend = guarded(path, lambda: _read_backend(content))
+    pieces = {token_id: piece for piece, token_id in backend.get_vocab(with_added_tokens=True).items()}
+    _check_ids(pieces, path)  # before anything else: the library itself walks up to the largest id
     vocabulary = read_hf_vocabulary(folder)
     alphabet, strips_leading_space = guarded(path, lambda: _read_decoder(backend, path))
-    pieces = {token_id: piece for piece, token_id in backend.get_vocab(with_added_tokens=True).items()}
-    _check_ids(pieces, path)
     return TokenizerParts(
         backend=backend,
         alphabet=alphabet,
