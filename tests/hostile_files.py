@@ -160,7 +160,7 @@ def _typed(value: Any) -> tuple[int, bytes]:
             return 8, _string(str(value)[:10_000])
 
 
-def _gguf_bytes(metadata: dict[str, Any], tensors: list[TensorEntry], data: bytes) -> bytes:
+def _gguf_bytes(metadata: Any, tensors: list[TensorEntry], data: bytes) -> bytes:
     parts = [b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata) if isinstance(metadata, dict) else 0)]
     for key, value in metadata.items() if isinstance(metadata, dict) else ():
         kind, content = _typed(value)

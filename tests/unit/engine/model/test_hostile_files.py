@@ -16,7 +16,8 @@ from safetensors import safe_open
 
 from engine.errors import InvalidRequest
 from engine.gguf_header import read_gguf_metadata
-from engine.model.loader import Compute, load_model
+from engine.model.kernel_choice import Compute
+from engine.model.loader import load_model
 from engine.model.native import NativeModel
 from engine.text.guard import guarded
 from engine.text.tokenizer import load_tokenizer
