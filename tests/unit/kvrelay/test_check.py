@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from decode_service.settings import DecodeSettings
 from engine.errors import InvalidRequest
+from engine.model.gguf_file import GgufFile
 from engine.model.loader import load_model
 from engine.serving.settings import parse_settings
 from tests.tiny_models import write_tiny_gguf, write_tiny_model
@@ -107,6 +108,20 @@ def test_what_the_load_refuses_the_check_refuses_with_the_same_words(folder: Pat
         with pytest.raises(InvalidRequest) as caught:
             load_model(str(folder))
         assert findings("--model", str(folder), exit_code=1)["model"][-1] == ("error", caught.value.description)
+
+
+def test_rotary_factors_are_read_too(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = 32
+    (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+    path = write_tiny_gguf(folder, folder / "a.gguf")
+    offset = GgufFile(path).tensors["rope_freqs.weight"].offset
+    content = bytearray(path.read_bytes())
+    content[offset : offset + 4] = bytes(4)
+    path.write_bytes(content)
+    found = findings("--model", str(path), exit_code=1)
+    assert found["model"][-1] == ("error", "rotary factors must be positive and finite")
 
 
 def test_kernels_without_a_compiler_are_torchs(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

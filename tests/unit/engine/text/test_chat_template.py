@@ -117,9 +117,9 @@ def test_numbers_can_be_multiplied() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% for a in range(999) %}{% for b in range(999) %}{% for c in range(9) %}{% endfor %}{% endfor %}{% endfor %}",
         "{% set x = range(9999) | list %}{% for a in x %}{% for b in x if b == a %}{% endfor %}{% endfor %}",
-        "{% macro m() %}{% for a in range(999) %}{% endfor %}{% endmacro %}{% for a in range(9999) %}{{ m() }}{% endfor %}",
+        "{% macro m()%}{% for a in range(9999) %}{%endfor%}{% endmacro %}{% for a in range(999) %}{{m()}}{% endfor %}",
     ],
 )
 def test_loops_end_after_a_bounded_number_of_steps(source: str) -> None:
