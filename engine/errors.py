@@ -27,7 +27,12 @@
 may succeed later or elsewhere without a change. `engine/serving/status.py` maps the tree to gRPC statuses.
 """
 
+import reprlib
 from typing import ClassVar
+
+_MAX_SHOWN_CHARS = 120
+_SHORT_REPR = reprlib.Repr()
+_SHORT_REPR.maxstring = _SHORT_REPR.maxother = _SHORT_REPR.maxlong = _MAX_SHOWN_CHARS
 
 
 class EngineError(Exception):
@@ -176,3 +181,9 @@ class StepFailed(DeviceError):
     """The engine broke in a step that this request took part in: it may be the cause, and so may any other there."""
 
     reason = "STEP_FAILED"
+
+
+def shown(value: object) -> str:
+    """Return a value from a file or a peer as messages show it: on one line, and short however large it is."""
+    text = _SHORT_REPR.repr(value)
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS - 3]}..."

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, shown
 
 GgufValue: TypeAlias = "bool | int | float | str | list[GgufValue]"
 
@@ -29,6 +29,8 @@ _ARRAY: Final = 9
 _SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _MAX_DEPTH: Final = 2
 _MAX_ENTRIES: Final = 1 << 20
+_MAX_ELEMENTS: Final = 1 << 24
+"""Of an array. A vocabulary has fewer than 2^20; an element takes up to 60 times its place in the file once read."""
 _MAX_DIMS: Final = 8
 
 
@@ -124,7 +126,7 @@ class _Reader:
         """The next entry of the directory."""
         name, num_dims = self._string(), int(self._scalar("I"))
         if not 1 <= num_dims <= _MAX_DIMS:
-            raise self._broken(f"tensor {name} has {num_dims} dimensions")
+            raise self._broken(f"tensor {shown(name)} has {num_dims} dimensions")
         dims = [int(self._scalar("Q")) for _ in range(num_dims)]
         return TensorEntry(name, tuple(reversed(dims)), int(self._scalar("I")), int(self._scalar("Q")))
 
@@ -167,10 +169,14 @@ class _Reader:
         if depth >= _MAX_DEPTH:
             raise self._broken("its arrays are nested too deeply")
         kind, count = int(self._scalar("I")), int(self._scalar("Q"))
-        # Every element takes at least a byte: a larger count cannot be true and must not cost memory.
-        if count > self._size - self.offset:
+        # A count that the rest of the file has no room for cannot be true and must not cost memory.
+        if count > min(_MAX_ELEMENTS, (self._size - self.offset) // self._least_bytes(kind)):
             raise self._broken(f"it claims an array of {count} elements")
         return kind, count
+
+    def _least_bytes(self, kind: int) -> int:
+        """Bytes that a value takes at least: strings and arrays begin with their length."""
+        return {_STRING: 8, _ARRAY: 12}.get(kind) or struct.calcsize("<" + self._code(kind))
 
     def _array(self, depth: int) -> GgufValue:
         kind, count = self._array_head(depth)

@@ -105,15 +105,6 @@ def check_sampling_params(params: SamplingParams, vocab_size: int) -> None:
     check_token_ids(f"{PREFIX}.logit_bias", params.logit_bias, vocab_size)
     for token_id, bias in params.logit_bias.items():
         check_number(f"{PREFIX}.logit_bias[{token_id}]", bias, BIAS_BOUNDS)
-    check_bad_words(params, vocab_size)
-
-
-def check_bad_words(params: SamplingParams, vocab_size: int) -> None:
-    """Refuse token sequences that cannot appear.
-
-    Raises:
-        InvalidRequest: One is empty, or has a token that the model does not have.
-    """
     for index, word in enumerate(params.bad_words):
         if not word:
             raise InvalidRequest(f"{PREFIX}.bad_words[{index}]", "must have at least one token")

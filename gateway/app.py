@@ -61,7 +61,7 @@ class Gateway:
         self.tokenizer = TokenizerService(tokenizer)
         self.registry = WorkerRegistry(
             model_name=self.model_name,
-            min_vocab_size=tokenizer.vocab_size,
+            tokenizer_vocab_size=tokenizer.vocab_size,
             keep_alive_interval_s=settings.keep_alive_interval_s,
             clock=clock,
         )

@@ -7,7 +7,7 @@ import secrets
 from dataclasses import replace
 
 from engine.errors import ContextTooLong, InvalidRequest
-from engine.request_checks import check_bad_words, check_leaves_a_token
+from engine.request_checks import check_leaves_a_token, check_token_ids
 from engine.types import EngineRequest, RequestId
 from gateway.request import CompletionRequest, GenerateCall, ModelLimits
 from gateway.tokenizer import TokenizerService
@@ -31,11 +31,13 @@ async def resolve(
     """Return the call's completions, with request ids counting up from `first_request_id` and seeds from the call's.
 
     Raises:
-        InvalidRequest: the prompt has no tokens, or min_tokens exceeds what can be generated.
+        InvalidRequest: the prompt has no tokens or some that the model lacks, or min_tokens exceeds what can be made.
         ContextTooLong: prompt and output do not fit the context; names the field to change.
     """
     token_ids = await tokenizer.encode_prompt(call.prompt)
     check_prompt_tokens(call.prompt.field, len(token_ids), limits)
+    # A tokenizer may have more tokens than its model.
+    check_token_ids(call.prompt.field, token_ids, limits.vocab_size)
     num_left = max_sequence_tokens - len(token_ids)
     max_tokens = min(DEFAULT_MAX_TOKENS, num_left) if call.max_tokens is None else call.max_tokens
     if max_tokens > num_left:
@@ -48,11 +50,14 @@ async def resolve(
             "sampling_params.min_tokens",
             f"must be at most the {max_tokens} tokens that can be generated, not {call.sampling_params.min_tokens}",
         )
+    bad_words = await tokenizer.encode_bad_words(call.bad_words)
     params = replace(
-        call.sampling_params, max_tokens=max_tokens, bad_words=await tokenizer.encode_bad_words(call.bad_words)
+        call.sampling_params,
+        max_tokens=max_tokens,
+        # What the model lacks it never says.
+        bad_words=tuple(word for word in bad_words if max(word) < limits.vocab_size),
     )
-    # Once for all completions, which differ in their seeds only. Bad words became tokens just now.
-    check_bad_words(params, limits.vocab_size)
+    # Once for all completions, which differ in their seeds only. The single fields are checked by now.
     check_leaves_a_token(params, limits.vocab_size, params.stop_token_ids)
     seed = secrets.randbits(64) if call.seed is None else call.seed
     return [

@@ -69,9 +69,11 @@ class WorkerRegistry:
     Invariants: one entry per worker id; any prefill and any decode worker listed have convertible layouts of one model.
     """
 
-    def __init__(self, *, model_name: str, min_vocab_size: int, keep_alive_interval_s: float, clock: Clock) -> None:
+    def __init__(
+        self, *, model_name: str, tokenizer_vocab_size: int, keep_alive_interval_s: float, clock: Clock
+    ) -> None:
         self._model_name = model_name
-        self._min_vocab_size = min_vocab_size
+        self._tokenizer_vocab_size = tokenizer_vocab_size
         self._clock = clock
         self._entries: dict[WorkerId, _Entry] = {}
         self._listeners: list[Callable[[], None]] = []
@@ -115,6 +117,14 @@ class WorkerRegistry:
                 num_blocks=info.num_blocks,
                 is_restart=known is not None and known.info.incarnation != info.incarnation,
             )
+            if info.vocab_size < self._tokenizer_vocab_size:
+                # Such models are served: only prompts with one of those tokens are refused.
+                _log.warning(
+                    "worker.vocab_below_tokenizers",
+                    worker_id=info.worker_id,
+                    vocab_size=info.vocab_size,
+                    tokenizer_vocab_size=self._tokenizer_vocab_size,
+                )
             self._changed()
 
     def keep_alive(
@@ -187,10 +197,6 @@ class WorkerRegistry:
     def _check_fits(self, info: WorkerInfo) -> None:
         if info.model_name != self._model_name:
             raise LayoutMismatch(f"this gateway serves {self._model_name!r}, not {info.model_name!r}")
-        if info.vocab_size < self._min_vocab_size:
-            raise LayoutMismatch(
-                f"the model has {info.vocab_size} token ids, but the tokenizer here has {self._min_vocab_size}"
-            )
         for other in self.workers():
             if other.worker_id == info.worker_id:
                 continue

@@ -6,8 +6,7 @@ from importlib.util import find_spec
 
 import torch
 
-from engine.cache.layout import KvLayout
-from engine.config import CacheConfig, KvDtype, SchedulerConfig, default_kv_dtype
+from engine.config import CacheConfig, SchedulerConfig
 from engine.engine import Engine, ExportListener
 from engine.errors import InvalidRequest
 from engine.model.interface import LanguageModel
@@ -19,7 +18,8 @@ from engine.spec.head_follower import HeadFollower
 from engine.spec.head_loader import follow
 from engine.spec.sampling import HostSampler, Sampler
 from worker.drafters import load_head, make_speculation
-from worker.settings import DEFAULT_KV_MEMORY_MIB, WorkerSettings
+from worker.plan import kv_layout, num_kv_blocks, plain_compute, worker_device
+from worker.settings import WorkerSettings
 
 
 def build_engine(
@@ -32,7 +32,7 @@ def build_engine(
     Raises:
         InvalidRequest: A setting does not fit the machine or the model; names it.
     """
-    device = _device(settings.device)
+    device = worker_device(settings.device)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     parts = _build_parts(settings, device, progress)
@@ -69,7 +69,8 @@ class _Parts:
 
 
 def _build_parts(settings: WorkerSettings, device: torch.device, progress: Callable[[int, int], None] | None) -> _Parts:
-    if settings.compute == "triton" or (settings.compute == "auto" and device.type == "cuda"):
+    compute = plain_compute(settings, device)
+    if compute is None:
         # Loads Triton, which a worker on the CPU neither needs nor may have.
         if find_spec("triton") is None:
             raise InvalidRequest("compute", "computing on a GPU needs the package triton, which the extra `gpu` brings")
@@ -82,43 +83,18 @@ def _build_parts(settings: WorkerSettings, device: torch.device, progress: Calla
         settings.model,
         device=device,
         progress=progress,
-        compute=settings.compute,
+        compute=compute,
         num_threads=settings.threads or None,
     )
     head = load_head(settings, model)
-    layout = kv_layout(model, settings, 0 if head is None else 1)
-    num_blocks = settings.num_blocks
-    if num_blocks is None:
-        num_blocks = layout.blocks_within((settings.kv_memory_mib or DEFAULT_KV_MEMORY_MIB) << 20)
-        if num_blocks < 1:
-            raise InvalidRequest("kv_memory_mib", "does not hold a single KV block of this model")
+    layout = kv_layout(
+        model.fingerprint,
+        model.config,
+        settings,
+        is_native=isinstance(model, NativeModel),
+        num_draft_layers=0 if head is None else 1,
+    )
     rows = row_sampler(settings.threads or None)
-    kv_cache = KvCache(layout, num_blocks, device)
+    kv_cache = KvCache(layout, num_kv_blocks(layout, settings), device)
     follower = None if head is None else follow(model, head, kv_cache)
     return _Parts(model, kv_cache, HostSampler(rows), rows, follower)
-
-
-def kv_layout(model: LanguageModel, settings: WorkerSettings, num_draft_layers: int = 0) -> KvLayout:
-    """Return the layout of the KV cache of a worker without Triton.
-
-    Raises:
-        InvalidRequest: The model's kernels do not have the element type; names `kv_dtype`.
-    """
-    dtype = settings.kv_dtype or default_kv_dtype(is_native=isinstance(model, NativeModel))
-    if dtype is KvDtype.FP8:
-        raise InvalidRequest("kv_dtype", "fp8 needs a GPU")
-    if dtype.has_scales and not isinstance(model, NativeModel):
-        raise InvalidRequest("kv_dtype", f"{dtype} needs native or triton kernels; this model runs on those of torch")
-    return KvLayout.of_model(model.fingerprint, model.config, settings.block_size, dtype, num_draft_layers)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InvalidRequest("device", f"{name!r} is not a device; use auto, cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidRequest("device", f"{name!r}: there is no usable GPU here")
-    return device

@@ -1,13 +1,16 @@
 """Builds what drafts tokens on a decode worker: drafter, pacer, and the models they need."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import structlog
 
 from engine.cache.layout import KvLayout
-from engine.config import KvDtype
+from engine.config import KvDtype, ModelConfig
 from engine.errors import InvalidRequest
 from engine.model.interface import LanguageModel
 from engine.model.kv_cache import KvCache
-from engine.model.loader import load_model
+from engine.model.loader import load_model, open_weights
 from engine.model.source import resolve_model
 from engine.sampling.rows import RowSampler, row_sampler
 from engine.spec.auto import AutoDrafter
@@ -16,7 +19,7 @@ from engine.spec.drafter import Drafter
 from engine.spec.eagle import SOURCE, EagleDrafter
 from engine.spec.head import DraftHead
 from engine.spec.head_follower import HeadFollower
-from engine.spec.head_loader import load_draft_head
+from engine.spec.head_loader import find_head, load_draft_head
 from engine.spec.ngram import NgramDrafter
 from engine.spec.pace import DraftPacer
 from engine.spec.probe import probe_shape
@@ -25,6 +28,9 @@ from engine.text.tokenizer import load_tokenizer
 from worker.settings import WorkerSettings
 
 _log = structlog.get_logger(__name__)
+
+_Found = TypeVar("_Found")
+_NO_DRAFT_MODEL = "names no model; speculation with a draft model needs one"
 
 
 def load_head(settings: WorkerSettings, model: LanguageModel) -> DraftHead | None:
@@ -35,10 +41,23 @@ def load_head(settings: WorkerSettings, model: LanguageModel) -> DraftHead | Non
     Raises:
         InvalidRequest: There is no such head, or it cannot be used with the model; names `draft_head`.
     """
+    return _unless_none_fits(settings, lambda: load_draft_head(model, settings.draft_head))
+
+
+def num_draft_layers(settings: WorkerSettings, config: ModelConfig) -> int:
+    """Return how many layers of KV the draft head of `load_head` adds, found out without the model's weights.
+
+    Raises:
+        InvalidRequest: As `load_head`.
+    """
+    return 0 if _unless_none_fits(settings, lambda: find_head(config, settings.draft_head)) is None else 1
+
+
+def _unless_none_fits(settings: WorkerSettings, find: Callable[[], _Found]) -> _Found | None:
     if settings.speculation not in ("eagle", "auto"):
         return None
     try:
-        return load_draft_head(model, settings.draft_head)
+        return find()
     except InvalidRequest as error:
         if settings.speculation == "eagle" or settings.draft_head:
             raise
@@ -98,7 +117,7 @@ def _model_drafter(
     settings: WorkerSettings, target: LanguageModel, kv_cache: KvCache, pacer: DraftPacer, rows: RowSampler | None
 ) -> ModelDrafter:
     if not settings.draft_model:
-        raise InvalidRequest("draft_model", "names no model; speculation with a draft model needs one")
+        raise InvalidRequest("draft_model", _NO_DRAFT_MODEL)
     device = target.device
     try:
         model = load_model(
@@ -109,7 +128,7 @@ def _model_drafter(
         )
     except InvalidRequest as error:
         raise InvalidRequest("draft_model", f"{settings.draft_model}: {error.description}") from error
-    check_same_tokens(settings.model, target, settings.draft_model, model)
+    check_same_tokens(settings.model, target.config, settings.draft_model, model.config)
     # With the target's own type, the target as its own drafter is right each time.
     dtype = kv_cache.layout.dtype if device.type == "cpu" else KvDtype.FP32
     layout = KvLayout.of_model(model.fingerprint, model.config, settings.block_size, dtype)
@@ -120,13 +139,28 @@ def _model_drafter(
     return ModelDrafter(model, KvCache(layout, num_blocks, device), pacer, target.config.eos_token_ids, rows)
 
 
-def check_same_tokens(target_source: str, target: LanguageModel, draft_source: str, draft: LanguageModel) -> None:
+def check_draft_model(settings: WorkerSettings, target: ModelConfig) -> None:
+    """Make sure that the draft model could be loaded and used with the target; reads its files, but no weights.
+
+    Raises:
+        InvalidRequest: It could not; names `draft_model`.
+    """
+    if not settings.draft_model:
+        raise InvalidRequest("draft_model", _NO_DRAFT_MODEL)
+    try:
+        config, _ = open_weights(settings.draft_model)
+    except InvalidRequest as error:
+        raise InvalidRequest("draft_model", f"{settings.draft_model}: {error.description}") from error
+    check_same_tokens(settings.model, target, settings.draft_model, config)
+
+
+def check_same_tokens(target_source: str, target: ModelConfig, draft_source: str, draft: ModelConfig) -> None:
     """Make sure that a token id means the same to both models.
 
     Raises:
         InvalidRequest: It does not; names `draft_model`.
     """
-    sizes = target.config.vocab_size, draft.config.vocab_size
+    sizes = target.vocab_size, draft.vocab_size
     if sizes[0] != sizes[1]:
         raise InvalidRequest("draft_model", f"has {sizes[1]} token ids, the model {sizes[0]}")
     paths = [resolve_model(source).path for source in (target_source, draft_source)]

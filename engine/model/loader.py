@@ -9,13 +9,11 @@ import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
 
 import structlog
 import torch
 
 from engine.config import ModelConfig
-from engine.errors import InvalidRequest
 from engine.kernels.cpu.build import KernelsUnavailable
 from engine.kernels.cpu.library import load_library
 from engine.kernels.interface import Kernels
@@ -26,9 +24,10 @@ from engine.model.gguf_weights import GgufWeights
 from engine.model.hf_config import read_hf_config
 from engine.model.hf_weights import HfWeights
 from engine.model.interface import LanguageModel
+from engine.model.kernel_choice import Compute, choose_kernels, fall_back
 from engine.model.llama import LlamaModel
 from engine.model.native import NativeModel
-from engine.model.native_weights import BlockReader, GgufBlocks, NoBlocks, has_float_matrices, load_native_weights
+from engine.model.native_weights import BlockReader, GgufBlocks, NoBlocks, load_native_weights
 from engine.model.rope import inverse_frequencies
 from engine.model.source import resolve_model
 from engine.model.weights import (
@@ -44,10 +43,6 @@ from engine.model.weights import (
 )
 
 _log = structlog.get_logger(__name__)
-
-Compute = Literal["auto", "native", "torch"]
-"""`native`: integer kernels on the CPU, weights that are not quantized yet become int8. `torch`: fp32 on any device.
-`auto`: native on the CPU for checkpoints whose matrices are all quantized, else torch."""
 
 _NUM_LOADING_THREADS = 2
 """Dequantizing is bound by memory; more threads gain little and hold more layers at once."""
@@ -110,25 +105,17 @@ def load_model(
     """
     device = device or torch.device("cpu")
     report = progress or (lambda done, total: None)
-    if compute == "native" or (compute == "auto" and device.type == "cpu" and _is_quantized(source)):
-        if device.type != "cpu":
-            raise InvalidRequest("compute", f"native kernels run on the CPU, not on {device}")
+    if choose_kernels(compute, device, resolve_model(source)).kernels == "native":
         try:
             return _load_native(source, num_threads or len(os.sched_getaffinity(0)), report)
         except KernelsUnavailable as error:
-            if compute == "native":
-                raise InvalidRequest("compute", str(error)) from error
-            _log.warning("kernels.unavailable", reason=str(error), fallback="torch")
+            choice = fall_back(compute, error)
+            _log.warning("kernels.unavailable", reason=choice.reason, fallback=choice.kernels)
     config, reader = open_weights(source)
     kernels = TorchKernels()
     weights = _load_weights(config, reader, kernels, device, report)
     fingerprint = weights_fingerprint(config, reader, weights.inverse_frequencies)
     return LlamaModel(config, weights, fingerprint, kernels, device)
-
-
-def _is_quantized(source: str) -> bool:
-    found = resolve_model(source)
-    return found.kind == "gguf" and not has_float_matrices(GgufFile(found.path))
 
 
 def _load_native(source: str, num_threads: int, progress: Callable[[int, int], None]) -> NativeModel:

@@ -128,6 +128,12 @@ def has_float_matrices(file: GgufFile) -> bool:
     return any(len(tensor.shape) > 1 and tensor.type in _FLOAT_TYPES for tensor in file.tensors.values())
 
 
+def check_head_dim(config: ModelConfig) -> None:
+    """Raise `KernelsUnavailable` if the model's heads are too large for the kernels."""
+    if config.head_dim > MAX_HEAD_DIM:
+        raise KernelsUnavailable(f"heads of {config.head_dim} elements are above {MAX_HEAD_DIM}")
+
+
 def load_native_weights(
     library: ctypes.CDLL,
     config: ModelConfig,
@@ -152,8 +158,7 @@ def load_native_weights(
         KernelsUnavailable: The model's heads are too large for the kernels.
         MemoryError: There is no room for the weights.
     """
-    if config.head_dim > MAX_HEAD_DIM:
-        raise KernelsUnavailable(f"heads of {config.head_dim} elements are above {MAX_HEAD_DIM}")
+    check_head_dim(config)
     matrices = tuple(_matrices(config))
     sizes = [_packed_bytes(library, matrix, blocks) for matrix in matrices]
     vectors = {name: reader.read(name).numpy() for name in _vector_parameters(config)}

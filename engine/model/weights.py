@@ -13,7 +13,7 @@ import xxhash
 from torch import Tensor
 
 from engine.config import ModelConfig
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, shown
 from engine.kernels.interface import Kernels, Linear
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -104,7 +104,8 @@ def check_complete(config: ModelConfig, reader: WeightReader) -> None:
         if found != shape:
             raise InvalidRequest("model", f"tensor {stored} has shape {list(found)} instead of {list(shape)}")
     if unused:
-        raise InvalidRequest("model", f"tensor {min(unused)} has no use in this model ({len(unused)} such tensors)")
+        name = shown(min(unused))[1:-1]
+        raise InvalidRequest("model", f"tensor {name} has no use in this model ({len(unused)} such tensors)")
 
 
 def load_layer(
@@ -146,11 +147,15 @@ def rope_factors(config: ModelConfig, reader: WeightReader) -> Tensor | None:
     """The checkpoint's own factors of rotary frequencies [head_dim / 2] fp32; None = it has none.
 
     Raises:
-        InvalidRequest: They have another shape; names the field `model`.
+        InvalidRequest: They have another shape, or are no divisors; names the field `model`.
     """
     factors = reader.rope_factors()
-    if factors is not None and factors.shape != (config.head_dim // 2,):
+    if factors is None:
+        return None
+    if factors.shape != (config.head_dim // 2,):
         raise InvalidRequest("model", f"rotary factors have shape {list(factors.shape)}, not [{config.head_dim // 2}]")
+    if not bool((factors.isfinite() & (factors > 0)).all()):
+        raise InvalidRequest("model", "rotary factors must be positive and finite")
     return factors
 
 

@@ -3,6 +3,7 @@
 from importlib.resources import files
 from pathlib import Path
 
+from engine.config import ModelConfig
 from engine.errors import InvalidRequest
 from engine.model.interface import LanguageModel
 from engine.model.kv_cache import KvCache
@@ -36,7 +37,7 @@ def load_draft_head(model: LanguageModel, path: str) -> DraftHead:
             `draft_head`.
     """
     target = _tapped(model)
-    file = load_head(Path(path) if path else _fitting(model), model.config)
+    file = load_head(find_head(model.config, path), model.config)
     return NativeDraftHead(target, file) if isinstance(target, NativeModel) else TorchDraftHead(target, file)
 
 
@@ -55,11 +56,23 @@ def _tapped(model: LanguageModel) -> NativeModel | LlamaModel:
     raise InvalidRequest(_FIELD, "this model's kernels hand out no hidden states, which native and torch ones do")
 
 
-def _fitting(model: LanguageModel) -> Path:
-    for path in shipped_heads():
+def find_head(config: ModelConfig, path: str) -> Path:
+    """Return the file of a target's head, read once to see that it fits.
+
+    Args:
+        config: The target's.
+        path: The head's file; empty = the shipped one that fits the target.
+
+    Raises:
+        InvalidRequest: There is no such head, or it does not fit; names `draft_head`.
+    """
+    if path:
+        load_head(Path(path), config)
+        return Path(path)
+    for shipped in shipped_heads():
         try:
-            load_head(path, model.config)
+            load_head(shipped, config)
         except InvalidRequest:
             continue
-        return path
+        return shipped
     raise InvalidRequest(_FIELD, "none of those that come with kvrelay fits this model; name a file")

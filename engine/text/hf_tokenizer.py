@@ -1,6 +1,7 @@
-"""Builds a tokenizer from a Hugging Face folder: tokenizer.json, tokenizer_config.json, chat_template.jinja.
+"""Builds a tokenizer from a Hugging Face folder, from its tokenizer.json.
 
-Owns the reading of those files. A decoder that is not known is refused by name. No code from the folder is ever run.
+Owns the reading of that file; `engine/vocab/hf_vocab.py` finds special tokens and the chat template. A decoder that is
+not known is refused by name. No code from the folder is ever run.
 """
 
 import json
@@ -10,10 +11,13 @@ from typing import Any, Final
 
 import tokenizers
 
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, shown
+from engine.text.guard import guarded
 from engine.text.pieces import PieceAlphabet, TokenizerParts
+from engine.vocab.hf_vocab import HfVocabulary, read_hf_vocabulary
 
-_SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
+_MOST_UNUSED_IDS: Final = 1 << 16
+"""Tables are as long as the largest id: so many ids may have no token, or as many as have one if that is more."""
 
 
 def load_hf_tokenizer(folder: Path) -> TokenizerParts:
@@ -24,45 +28,42 @@ def load_hf_tokenizer(folder: Path) -> TokenizerParts:
     """
     path = folder / "tokenizer.json"
     try:
-        backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidRequest("model", f"cannot read {path}: {error.strerror}") from error
-    except Exception as error:
-        # The library raises plain Exception for whatever it dislikes.
-        raise InvalidRequest("model", f"{path} is not a sound tokenizer: {error}") from error
-    backend.no_padding()
-    backend.no_truncation()
-    config = _read_json(folder / "tokenizer_config.json")
-    alphabet, strips_leading_space = _read_decoder(backend, path)
-    added = backend.get_added_tokens_decoder()
-    special_tokens = dict(_special_tokens(config))
-    bos_token_id = _id_of(backend, special_tokens.get("bos_token"))
+        content = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidRequest("model", f"cannot read {path}: {error}") from error
+    backend = guarded(path, lambda: _read_backend(content))
+    pieces = {token_id: piece for piece, token_id in backend.get_vocab(with_added_tokens=True).items()}
+    _check_ids(pieces, path)  # before anything else: the library itself walks up to the largest id
+    vocabulary = read_hf_vocabulary(folder)
+    alphabet, strips_leading_space = guarded(path, lambda: _read_decoder(backend, path))
     return TokenizerParts(
         backend=backend,
         alphabet=alphabet,
-        pieces={token_id: piece for piece, token_id in backend.get_vocab(with_added_tokens=True).items()},
-        raw_token_ids=frozenset(added),
-        special_token_ids=frozenset(token_id for token_id, token in added.items() if token.special),
-        prefix_token_ids=_prefix_token_ids(backend, config, bos_token_id),
-        bos_token_id=bos_token_id,
-        eos_token_ids=_eos_token_ids(folder, backend, special_tokens),
+        pieces=pieces,
+        raw_token_ids=frozenset(backend.get_added_tokens_decoder()),
+        special_token_ids=vocabulary.special_token_ids,
+        prefix_token_ids=guarded(path, lambda: _prefix_token_ids(backend, vocabulary)),
+        bos_token_id=vocabulary.bos_token_id,
+        eos_token_ids=vocabulary.end_token_ids,
         strips_leading_space=strips_leading_space,
-        chat_template=_chat_template(folder, config),
-        special_tokens=special_tokens,
+        chat_template=vocabulary.chat_template,
+        special_tokens=vocabulary.special_tokens,
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the file's object; empty if there is no such file."""
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidRequest("model", f"cannot read {path}: {error}") from error
-    if not isinstance(content, dict):
-        raise InvalidRequest("model", f"{path} must hold an object")
-    return content
+def _read_backend(content: str) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer.from_str(content)
+    backend.no_padding()
+    backend.no_truncation()
+    return backend
+
+
+def _check_ids(pieces: Mapping[int, str], path: Path) -> None:
+    largest = max(pieces, default=0)
+    if largest >= len(pieces) + max(len(pieces), _MOST_UNUSED_IDS):
+        raise InvalidRequest(
+            "model", f"{path} gives the id {largest} to {shown(pieces[largest])}, but has {len(pieces)} tokens only"
+        )
 
 
 def _steps(spec: Any) -> Iterator[Mapping[str, Any]]:
@@ -88,60 +89,17 @@ def _read_decoder(backend: tokenizers.Tokenizer, path: Path) -> tuple[PieceAlpha
             for step in steps
         )
         return PieceAlphabet.SENTENCE_PIECE, strips
-    shown = ", ".join(kinds) or "none"
-    raise InvalidRequest("model", f"{path} has the decoder {shown}; supported are ByteLevel, ByteFallback, Metaspace")
+    found = ", ".join(kinds) or "none"
+    raise InvalidRequest("model", f"{path} has the decoder {found}; supported are ByteLevel, ByteFallback, Metaspace")
 
 
-def _special_tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for name in _SPECIAL_NAMES:
-        value = config.get(name)
-        # Older files hold an object, newer ones the text.
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            yield name, text
-
-
-def _id_of(backend: tokenizers.Tokenizer, token: str | None) -> int | None:
-    return None if token is None else backend.token_to_id(token)
-
-
-def _prefix_token_ids(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any], bos_token_id: int | None
-) -> tuple[int, ...]:
+def _prefix_token_ids(backend: tokenizers.Tokenizer, vocabulary: HfVocabulary) -> tuple[int, ...]:
     """Return what the tokenizer puts before a text. What it would put after it is left out: the model is to go on."""
-    if bos_token_id is not None and isinstance(config.get("add_bos_token"), bool):
-        return (bos_token_id,) if config["add_bos_token"] else ()
+    if vocabulary.bos_token_id is not None and vocabulary.adds_bos is not None:
+        return (vocabulary.bos_token_id,) if vocabulary.adds_bos else ()
     plain = backend.encode("a", add_special_tokens=False).ids
     full = backend.encode("a", add_special_tokens=True).ids
     for start in range(len(full) - len(plain) + 1):
         if full[start : start + len(plain)] == plain:
             return tuple(full[:start])
     return ()
-
-
-def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) -> frozenset[int]:
-    """Return the union of what the folder's files call the end: a chat model often has two such tokens."""
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        value = _read_json(folder / name).get("eos_token_id")
-        for token_id in value if isinstance(value, list) else [value]:
-            if isinstance(token_id, int) and token_id >= 0:
-                found.add(token_id)
-    eos = _id_of(backend, special_tokens.get("eos_token"))
-    if eos is not None:
-        found.add(eos)
-    return frozenset(found)
-
-
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.exists():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidRequest("model", f"cannot read {path}: {error}") from error
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Final
 
 from engine.errors import InvalidRequest
-from engine.text.chat import ChatMessage, ChatTemplate
 from engine.text.gguf_tokenizer import load_gguf_tokenizer
 from engine.text.hf_tokenizer import load_hf_tokenizer
 from engine.text.pieces import TokenizerParts, token_bytes
+from engine.vocab.chat_template import ChatMessage, ChatTemplate
 
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 

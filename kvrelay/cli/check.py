@@ -1,35 +1,30 @@
-"""`kvrelay check`: would `kvrelay serve` with these flags work, and what would it start? Changes nothing."""
+"""`kvrelay check`: would `kvrelay serve` with these flags work, and what would it start? Changes nothing.
+
+Owns the settings, port, transports and the plan that is printed; the model is `check_model.py`'s.
+"""
 
 import json
 import os
 import socket
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
+from structlog.testing import capture_logs
 
 from kvrelay.cli.console import FAILURE, out, readable_errors
+from kvrelay.cli.finding import Finding, Verdict
 from kvrelay.cli.serve import config_path
 
 if TYPE_CHECKING:
-    from engine.config import ModelConfig
     from kvrelay.cli.serve_settings import ServeSettings
+    from kvrelay.cluster import ClusterConfig
 
-Verdict = Literal["ok", "warning", "error"]
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at."""
-
-    subject: str
-    verdict: Verdict
-    text: str
 
 
 def check(context: typer.Context) -> None:
@@ -44,8 +39,12 @@ def check(context: typer.Context) -> None:
         config = config_path(context.args)
         if config is not None:
             check_keys(config)
-        findings = list(_findings(settings))
-        plan = _plan(settings, config)
+        cluster = settings.to_cluster(config)
+        # Standard output is the report's; what reading the files logs is a part of it.
+        with capture_logs() as lines:
+            findings = list(_findings(settings, cluster))
+        findings += _notes(lines)
+        plan = _plan(settings, cluster)
     is_good = all(finding.verdict != "error" for finding in findings)
     if "--json" in context.args:
         shown = {"ok": is_good, "findings": [asdict(finding) for finding in findings], "plan": plan}
@@ -56,8 +55,17 @@ def check(context: typer.Context) -> None:
         raise typer.Exit(FAILURE)
 
 
-def _plan(settings: "ServeSettings", config: Path | None) -> list[dict[str, str]]:
-    cluster = settings.to_cluster(config)
+def _notes(lines: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """What was logged, each line once."""
+    notes = []
+    for line in lines:
+        fields = [f"{name}={value}" for name, value in line.items() if name not in ("event", "log_level")]
+        verdict: Verdict = "warning" if line["log_level"] in ("warning", "error") else "ok"
+        notes.append(Finding("log", verdict, f"{line['event']} {' '.join(fields)}"))
+    return list(dict.fromkeys(notes))
+
+
+def _plan(settings: "ServeSettings", cluster: "ClusterConfig") -> list[dict[str, str]]:
     port = str(settings.port) if settings.port else "any free one"
     plan = [{"process": "gateway", "address": f"{settings.host}:{port}", "flags": " ".join(cluster.gateway_args)}]
     for role, count, own in (
@@ -70,93 +78,14 @@ def _plan(settings: "ServeSettings", config: Path | None) -> list[dict[str, str]
     return plan
 
 
-def _findings(settings: "ServeSettings") -> Iterator[Finding]:
-    yield from _check_model(settings)
+def _findings(settings: "ServeSettings", cluster: "ClusterConfig") -> Iterator[Finding]:
+    # Loads torch, as workers do.
+    from kvrelay.cli.check_model import check_model
+
+    yield from check_model(cluster)
     yield _check_port(settings.host, settings.port)
     yield _check_transports(settings)
     yield _check_run_dir(settings.run_dir)
-
-
-def _check_model(settings: "ServeSettings") -> Iterator[Finding]:
-    from engine.errors import InvalidRequest
-    from engine.model.source import resolve_model
-    from engine.text.tokenizer import load_tokenizer
-
-    # A hub id that is not here would be downloaded by `serve`; a check must not do that.
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
-        source = resolve_model(settings.model)
-    except InvalidRequest as error:
-        if _looks_like_hub_id(settings.model):
-            yield Finding("model", "warning", f"{settings.model} is not on this machine; serve would download it")
-        else:
-            yield Finding("model", "error", error.description)
-        return
-    yield Finding("model", "ok", f"{source.name}: {source.path}")
-    try:
-        config = _read_config(source.kind, source.path)
-        tokenizer = load_tokenizer(source.path)
-    except InvalidRequest as error:
-        yield Finding("model", "error", error.description)
-        return
-    yield Finding(
-        "model",
-        "ok",
-        f"{config.architecture}, {config.num_layers} layers, context {config.max_position:,} tokens, "
-        f"vocabulary {config.vocab_size:,}",
-    )
-    if tokenizer.vocab_size > config.vocab_size:
-        yield Finding(
-            "tokenizer", "error", f"has {tokenizer.vocab_size:,} tokens, more than the model's {config.vocab_size:,}"
-        )
-    elif not tokenizer.has_chat_template:
-        yield Finding("tokenizer", "warning", "has no chat template: chat prompts will be refused")
-    else:
-        yield Finding("tokenizer", "ok", f"{tokenizer.vocab_size:,} tokens, with a chat template")
-    yield _check_kv_memory(settings, config, source.kind)
-
-
-def _read_config(kind: str, path: Path) -> "ModelConfig":
-    from engine.model.gguf_config import read_gguf_config
-    from engine.model.gguf_file import GgufFile
-    from engine.model.hf_config import read_hf_config
-
-    if kind == "gguf":
-        return read_gguf_config(GgufFile(path))
-    return read_hf_config(path)
-
-
-def _check_kv_memory(settings: "ServeSettings", config: "ModelConfig", kind: str) -> Finding:
-    from decode_service.settings import DecodeSettings
-    from engine.config import KvDtype, default_kv_dtype
-    from worker.settings import DEFAULT_KV_MEMORY_MIB
-
-    defaults = DecodeSettings.model_fields
-    is_on_gpu = (settings.device or "").startswith("cuda")
-    # As workers choose it, but for a GGUF file of floats, which runs in fp32 too.
-    is_native = settings.compute == "native" or (kind == "gguf" and settings.compute in (None, "auto"))
-    dtype = settings.kv_dtype or (KvDtype.BF16 if is_on_gpu else default_kv_dtype(is_native=is_native))
-    block_size = settings.block_size or defaults["block_size"].default
-    token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
-    block_bytes = token_bytes * block_size
-    if is_on_gpu and settings.num_blocks is None and settings.kv_memory_mib is None:
-        return Finding(
-            "KV cache", "ok", f"{token_bytes:,} bytes per token in {dtype.value}; as many as the GPU has room for"
-        )
-    memory_mib = settings.kv_memory_mib or DEFAULT_KV_MEMORY_MIB
-    num_blocks = settings.num_blocks or memory_mib * 1024 * 1024 // block_bytes
-    text = (
-        f"{token_bytes:,} bytes per token in {dtype.value}; {num_blocks:,} blocks of {block_size} tokens per worker "
-        f"hold {num_blocks * block_size:,} tokens in {num_blocks * block_bytes / 2**20:,.0f} MiB"
-    )
-    if num_blocks * block_size < config.max_position:
-        return Finding("KV cache", "warning", f"{text}, less than one full context of {config.max_position:,}")
-    return Finding("KV cache", "ok", text)
-
-
-def _looks_like_hub_id(name: str) -> bool:
-    owner, slash, rest = name.partition("/")
-    return bool(owner and slash and rest) and "/" not in rest and not Path(name).exists() and not name.startswith(".")
 
 
 def _check_port(host: str, port: int) -> Finding:

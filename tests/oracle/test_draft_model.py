@@ -173,7 +173,7 @@ def test_drafting_that_costs_as_much_as_it_saves_stops_by_itself(tiny_folder: Fo
 def test_model_of_another_vocabulary_is_refused(tiny_folder: FolderOf) -> None:
     target, other = load_model(str(tiny_folder("llama"))), load_model(str(tiny_folder("llama3")))
     with pytest.raises(InvalidRequest, match="512 token ids, the model 257") as caught:
-        check_same_tokens(str(tiny_folder("llama")), target, str(tiny_folder("llama3")), other)
+        check_same_tokens(str(tiny_folder("llama")), target.config, str(tiny_folder("llama3")), other.config)
     assert caught.value.field == "draft_model"
 
 
@@ -214,10 +214,10 @@ def test_model_of_another_tokenizer_is_refused(
     monkeypatch.setattr(drafters, "load_tokenizer", lambda path: ours if path == source else theirs)
     target, draft = load_model(str(source)), load_model(str(other))
     if reason is None:
-        check_same_tokens(str(source), target, str(other), draft)
+        check_same_tokens(str(source), target.config, str(other), draft.config)
         return
     with pytest.raises(InvalidRequest, match=reason) as caught:
-        check_same_tokens(str(source), target, str(other), draft)
+        check_same_tokens(str(source), target.config, str(other), draft.config)
     assert caught.value.field == "draft_model"
 
 

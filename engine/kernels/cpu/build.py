@@ -113,6 +113,16 @@ def build_library(isa: Isa) -> Path:
     return path
 
 
+def check_compiler() -> Isa:
+    """Return the variant that would be compiled here, without compiling it.
+
+    Raises:
+        KernelsUnavailable: There is no compiler, or no such variant.
+    """
+    _compiler()
+    return choose_isa()
+
+
 def _compile(command: list[str], path: Path) -> None:
     _log.info("kernels.compiling", library=path.name)
     handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")

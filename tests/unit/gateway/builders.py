@@ -45,7 +45,7 @@ def make_request(num_tokens: int = 40, request_id: int = 1, **params: Any) -> En
 
 
 def make_registry(clock: ManualClock) -> WorkerRegistry:
-    return WorkerRegistry(model_name="model", min_vocab_size=90, keep_alive_interval_s=1.0, clock=clock)
+    return WorkerRegistry(model_name="model", tokenizer_vocab_size=90, keep_alive_interval_s=1.0, clock=clock)
 
 
 class OfflinePool(WorkerPool):

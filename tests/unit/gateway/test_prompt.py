@@ -10,7 +10,16 @@ from engine.model.source import resolve_model
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from engine.types import RequestId, SamplingParams
 from gateway.prompt import resolve
-from gateway.request import CompletionRequest, GenerateCall, ModelLimits, TextPrompt, TokenPrompt
+from gateway.request import (
+    ChatMessage,
+    ChatPrompt,
+    CompletionRequest,
+    GenerateCall,
+    ModelLimits,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+)
 from gateway.tokenizer import INLINE_BYTES, TokenizerService
 
 CONTEXT = 50
@@ -23,7 +32,7 @@ def tokenizer() -> Tokenizer:
 
 
 async def run(
-    tokenizer: Tokenizer, prompt: TextPrompt | TokenPrompt, limits: ModelLimits = LIMITS, **changes: Any
+    tokenizer: Tokenizer, prompt: Prompt, limits: ModelLimits = LIMITS, **changes: Any
 ) -> list[CompletionRequest]:
     fields: dict[str, Any] = {"max_tokens": None, "seed": None, "sampling_params": SamplingParams(), **changes}
     call = GenerateCall(model="", prompt=prompt, **fields)
@@ -58,6 +67,26 @@ async def test_prompt_that_leaves_no_room_names_the_prompt(tokenizer: Tokenizer)
     with pytest.raises(ContextTooLong) as caught:
         await run(tokenizer, TextPrompt("word " * 60))
     assert caught.value.field == "text"
+
+
+@pytest.mark.parametrize("form", ["text", "chat"])
+async def test_only_prompts_with_a_token_that_the_model_lacks_are_refused(tokenizer: Tokenizer, form: str) -> None:
+    last = tokenizer.vocab_size - 1
+    word = tokenizer.decode([last])
+    assert tokenizer.encode(word) == [last]
+    limits = replace(LIMITS, vocab_size=last)
+
+    def prompt(text: str) -> TextPrompt | ChatPrompt:
+        return TextPrompt(text) if form == "text" else ChatPrompt((ChatMessage("user", text),))
+
+    assert await run(tokenizer, prompt("the"), limits=limits)
+    with pytest.raises(InvalidRequest, match=f"token ids must be below {last}, not {last}") as caught:
+        await run(tokenizer, prompt(f"the{word}"), limits=limits)
+    assert caught.value.field == ("text" if form == "text" else "chat.messages")
+    (request,) = await run(tokenizer, prompt("the"), limits=limits, bad_words=(word, "the"))
+    bad_words = request.engine_request.sampling_params.bad_words
+    assert bad_words
+    assert all(max(token_ids) < last for token_ids in bad_words)
 
 
 async def test_max_tokens_that_do_not_fit_are_named(tokenizer: Tokenizer) -> None:

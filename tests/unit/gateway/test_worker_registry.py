@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import structlog
 
 from engine.errors import InvalidRequest, LayoutMismatch, NameTaken
 from engine.types import Incarnation, WorkerId
@@ -79,7 +80,7 @@ def test_time_in_which_this_process_stood_still_expires_nobody() -> None:
     ("changes", "reason"),
     [
         ({"model_name": "other"}, "other"),
-        ({"vocab_size": 89}, "tokenizer"),
+        ({"vocab_size": 89}, "vocab_size"),
         ({"vocab_size": 128}, "vocab_size"),
         ({"layout": replace(LAYOUT, num_layers=3)}, "num_model_layers"),
         ({"layout": replace(LAYOUT, model_fingerprint="x")}, "model_fingerprint"),
@@ -96,6 +97,16 @@ def test_worker_that_does_not_fit_is_refused_with_the_reason(
     with pytest.raises(LayoutMismatch, match=reason):
         registry.register(make_info("second", role, **changes))
     assert len(registry.workers()) == 1
+
+
+def test_model_with_fewer_tokens_than_the_tokenizer_is_served() -> None:
+    registry = make_registry(ManualClock())
+    with structlog.testing.capture_logs() as lines:
+        registry.register(make_info("decode", vocab_size=89))
+        registry.register(make_info("decode", vocab_size=89))
+    assert [info.vocab_size for info in registry.workers()] == [89]
+    (line,) = [line for line in lines if line["event"] == "worker.vocab_below_tokenizers"]
+    assert (line["vocab_size"], line["tokenizer_vocab_size"]) == (89, 90)
 
 
 def test_other_block_size_fits_because_it_is_converted() -> None:

@@ -10,9 +10,12 @@ import pytest
 
 from engine.config import ModelConfig, RopeConfig, RopeScaling
 from engine.errors import InvalidRequest
+from engine.gguf_header import read_gguf_metadata
 from engine.model.gguf_config import read_gguf_config
 from engine.model.gguf_file import GgufFile
 from engine.model.hf_config import read_hf_config
+from engine.vocab.gguf_vocab import read_gguf_vocabulary
+from tests.unit.engine.text.gguf_files import write_gguf
 
 HF_FIELDS: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],
@@ -112,6 +115,15 @@ def test_common_fields(tmp_path: Path) -> None:
         ({"rope_theta": "absent"}, {"rope": RopeConfig(10000.0)}),
         ({"rope_scaling": None}, {}),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, {"rope": RopeConfig(500.0, RopeScaling.LINEAR, 4.0)}),
+        (
+            {"rope_scaling": {"rope_type": "linear", "type": "linear", "factor": 4, "finetuned": True}},
+            {"rope": RopeConfig(500.0, RopeScaling.LINEAR, 4.0)},
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": {"rope_theta": 500.0}},
+            {"rope": RopeConfig(500.0, RopeScaling.LINEAR, 4.0)},
+        ),
+        ({"eos_token_id": [2, 300]}, {}),  # the model cannot produce the second
         ({"rope_scaling": LLAMA3_SCALING}, {"rope": LLAMA3}),
         ({"rope_theta": "absent", "rope_parameters": {"rope_theta": 500.0, **LLAMA3_SCALING}}, {"rope": LLAMA3}),
         ({"rope_theta": "absent", "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}, {}),
@@ -178,6 +190,22 @@ def test_eos_ids_of_the_generation_config_are_merged(eos: object, merged: set[in
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ({"rope_scaling": {"type": "linear"}}, "factor must be a number"),
         ({"rope_scaling": {"type": "linear", "factor": -1}}, "must be positive"),
+        ({"rope_scaling": {"type": "linear", "factor": float("inf")}}, "finite number"),
+        ({"rope_scaling": {"type": "linear", "factor": 10**400}}, "finite number"),
+        ({"rope_scaling": {"factor": 2.0}}, "factor is not supported with the rope type 'default'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 32}}, "beta_fast is not supported with"),
+        ({"rope_scaling": {"rope_type": "default", "type": "linear"}}, "rope_type is 'default', but type is 'linear'"),
+        ({"rope_scaling": {"type": ["linear"]}}, r"rope type \['linear'\]"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"type": "linear", "factor": 4.0}},
+            r"rope_parameters and rope_scaling differ in factor: 4\.0 and 2\.0",
+        ),
+        ({"eos_token_id": -1}, r"config\.json: eos_token_id must be at least 0, not -1"),
+        ({"eos_token_id": [2, -3]}, r"config\.json: eos_token_id must be at least 0, not -3"),
+        ({"bos_token_id": -1}, r"config\.json: bos_token_id must be at least 0, not -1"),
+        ({"num_hidden_layers": [[2]]}, r"num_hidden_layers must be an integer, not \[\[2\]\]"),
+        ({"hidden_size": 2**40}, "hidden_size must be positive and below 2"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "architectures must be a list of texts"),
         ({"rope_scaling": {**LLAMA3_SCALING, "high_freq_factor": 1.0}}, "above low_freq_factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
         (
@@ -198,7 +226,21 @@ def test_hf_configs_that_are_not_supported_are_refused(changes: dict[str, object
     assert caught.value.field == "model"
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "\xff"])
+@pytest.mark.parametrize("key", ["eos_token_id", "eot_token_id", "eom_token_id", "bos_token_id", "padding_token_id"])
+def test_a_negative_token_id_is_refused_by_its_key(key: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "a.gguf", {f"tokenizer.ggml.{key}": -1})
+    with pytest.raises(InvalidRequest, match=rf"tokenizer\.ggml\.{key} must be at least 0, not -1") as caught:
+        read_gguf_vocabulary(read_gguf_metadata(path), path)
+    assert caught.value.field == "model"
+
+
+def test_a_negative_id_in_the_generation_config_is_refused_by_file_and_key(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": -2}')
+    with pytest.raises(InvalidRequest, match=r"generation_config\.json: eos_token_id must be at least 0, not -2"):
+        hf_config(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "\xff", "[" * 100_000])
 def test_unreadable_json_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content, encoding="latin-1")
     with pytest.raises(InvalidRequest, match=r"config\.json"):
@@ -217,6 +259,17 @@ def test_unreadable_json_is_refused(content: str, tmp_path: Path) -> None:
             {"rope": RopeConfig(500.0, RopeScaling.LINEAR, 4.0)},
         ),
         ("llama", {"rope__scaling__type": "none"}, {}),
+        ("llama", {"rope__scaling__type": "none", "rope__scaling__factor": 4.0}, {}),
+        ("llama", {"rope__scaling__type": "linear"}, {}),
+        ("llama", {"rope__scale_linear": 0.0}, {}),
+        ("llama", {"rope__scale_linear": 4.0}, {"rope": RopeConfig(500.0, RopeScaling.LINEAR, 4.0)}),
+        ("llama", {"rope__scaling__factor": 4.0}, {"rope": RopeConfig(500.0, RopeScaling.LINEAR, 4.0)}),
+        (
+            "llama",
+            {"rope__scaling__factor": 4.0, "rope__scale_linear": 2.0, "rope__scaling__original_context_length": 128},
+            {"rope": RopeConfig(500.0, RopeScaling.LINEAR, 4.0)},
+        ),
+        ("llama", {"rope__scaling__attn_factor": 1.0, "logit_scale": 1.0}, {}),
         ("llama", {"attention__sliding_window": 20}, {"sliding_window": 20}),
         ("mistral", {}, {"architecture": "mistral"}),
         ("qwen2", {}, {"architecture": "qwen2", "attention_bias": True}),
@@ -241,6 +294,13 @@ def test_gguf_variants(
         ("llama", {"expert_count": 8}, "mixture-of-experts"),
         ("llama", {"rope__scaling__type": "yarn"}, "rope scaling type 'yarn'"),
         ("llama", {"attention__layer_norm_rms_epsilon": "absent"}, "must be a number"),
+        ("llama", {"attention__head_count_kv": [[2], [2]]}, r"head_count_kv must be one integer, not \[2\]"),
+        ("llama", {"block_count": [[2, 3]]}, r"llama\.block_count must be one integer, not \[2, 3\]"),
+        ("llama", {"rope__scaling__type": "longrope"}, "rope scaling type 'longrope'"),
+        ("llama", {"rope__scaling__attn_factor": 1.5}, r"llama\.rope\.scaling\.attn_factor is not supported"),
+        ("llama", {"rope__scaling__yarn_ext_factor": 1.0}, r"llama\.rope\.scaling\.yarn_ext_factor is not supported"),
+        ("llama", {"rope__scale_linear": "4"}, r"llama\.rope\.scale_linear must be a number, not '4'"),
+        ("llama", {"logit_scale": 0.5}, r"llama\.logit_scale of 0\.5 is not supported"),
     ],
 )
 def test_gguf_files_that_are_not_supported_are_refused(
@@ -256,4 +316,4 @@ def test_real_model(smollm2_gguf: Path) -> None:
     assert config.tie_embeddings
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (30, 9, 3, 64)
     assert config.rms_norm_eps == 1e-5
-    assert config.eos_token_ids == {2}
+    assert config.eos_token_ids == {0, 2}  # <|endoftext|>, known by its spelling, and <|im_end|>

@@ -201,5 +201,7 @@ def test_what_cannot_be_right_is_refused_by_name(changes: dict[str, Value], why:
 
 
 def test_id_beyond_the_vocabulary_means_none(tmp_path: Path) -> None:
-    tokenizer = load(tmp_path, bpe_metadata("gpt-2", eos_token_id=1_000_000))
-    assert tokenizer.eos_token_ids == frozenset()
+    for beyond in (1_000_000, 2**31 - 1):
+        metadata = bpe_metadata("gpt-2", eos_token_id=beyond)
+        (end,) = load(tmp_path, metadata).encode("<|end|>")  # known by its spelling
+        assert load(tmp_path, metadata).eos_token_ids == {end}

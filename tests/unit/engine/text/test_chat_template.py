@@ -6,8 +6,8 @@ from datetime import datetime
 import pytest
 
 from engine.errors import InvalidRequest
-from engine.text.chat import ChatMessage, ChatTemplate
 from engine.text.tokenizer import Tokenizer
+from engine.vocab.chat_template import ChatMessage, ChatTemplate
 
 HELLO = [ChatMessage("user", "hello")]
 
@@ -112,3 +112,30 @@ def test_short_templates_cannot_make_huge_values(source: str) -> None:
 
 def test_numbers_can_be_multiplied() -> None:
     assert render("{{ loop_count * 2 if loop_count else 3 * 7 }}") == "21"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(999) %}{% for b in range(999) %}{% for c in range(9) %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% set x = range(9999) | list %}{% for a in x %}{% for b in x if b == a %}{% endfor %}{% endfor %}",
+        "{% macro m()%}{% for a in range(9999) %}{%endfor%}{% endmacro %}{% for a in range(999) %}{{m()}}{% endfor %}",
+    ],
+)
+def test_loops_end_after_a_bounded_number_of_steps(source: str) -> None:
+    started = time.process_time()
+    with pytest.raises(InvalidRequest, match="loops take more than 1000000 steps"):
+        ChatTemplate(source, {}).render(HELLO)
+    assert time.process_time() - started < 5.0
+
+
+def test_counted_loops_know_their_place() -> None:
+    source = (
+        "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ '.' if loop.last else ',' }}"
+        "{% if not loop.first %}{{ loop.previtem.content }}{% endif %}{% else %}none{% endfor %}"
+        "{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}"
+        "{% for x in nothing %}{{ x }}{% endfor %}"
+    )
+    turns = [ChatMessage("user", "x"), ChatMessage("user", "y")]
+    assert ChatTemplate(source, {}).render(turns) == "1/2,2/2.xa1"
+    assert ChatTemplate(source, {}).render(turns) == "1/2,2/2.xa1"  # steps are counted anew

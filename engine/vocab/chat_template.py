@@ -4,8 +4,9 @@ Owns the sandbox: templates come from model files only, see nothing but the mess
 than a bounded text. A template's complaint is the caller's error and names `chat.messages`.
 """
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final, NoReturn
@@ -18,8 +19,12 @@ from engine.errors import InvalidRequest
 
 MAX_RENDERED_CHARS: Final = 16 * 1024 * 1024
 """Longest text a template may produce: above any prompt that a model could take, below what would hurt."""
+MAX_LOOP_STEPS: Final = 1_000_000
+"""Most steps that the loops of a template take in all: several for each message that could fit a context."""
 MESSAGES_FIELD: Final = "chat.messages"
 _MAX_FACTOR: Final = 1 << 31
+_COUNTED: Final = "kvrelay_counted"
+_STEPS_LEFT: Final = "kvrelay_steps_left"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +51,14 @@ class ChatTemplate:
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], max_rendered_chars: int = MAX_RENDERED_CHARS
     ) -> None:
+        self.source = source
+        """Jinja source."""
         self._special_tokens = dict(special_tokens)
         self._max_rendered_chars = max_rendered_chars
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+        except Exception as error:
+            # Compiled in two steps, by jinja2 and by Python, each of which has errors of its own for what it dislikes.
             raise InvalidRequest("model", f"its chat template cannot be compiled: {error}") from error
 
     def render(self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True) -> str:
@@ -71,6 +79,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             "tools": None,
             "documents": None,
+            _STEPS_LEFT: itertools.repeat(None, MAX_LOOP_STEPS),
         }
         parts: list[str] = []
         num_chars = 0
@@ -104,6 +113,13 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"*", "**"})
 
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        """Parse, and let every loop count its steps: a short template could take hours otherwise."""
+        template = super()._parse(source, name, filename)
+        for loop in template.find_all(jinja2.nodes.For):
+            loop.iter = jinja2.nodes.Filter(loop.iter, _COUNTED, [], [], None, None, lineno=loop.lineno)
+        return template
+
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         """Multiply numbers and refuse the rest; templates have no use for it."""
         is_small = all(isinstance(value, int | float) and abs(value) < _MAX_FACTOR for value in (left, right))
@@ -116,9 +132,19 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag])
     # jinja2's own filter escapes HTML characters, which would change what the model reads.
     environment.filters["tojson"] = _to_json
+    environment.filters[_COUNTED] = _counted
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
+
+
+@jinja2.pass_context
+def _counted(context: jinja2.runtime.Context, values: Iterable[Any]) -> Iterator[Any]:
+    steps_left: Iterator[None] = context[_STEPS_LEFT]
+    for value in values:
+        if next(steps_left, _STEPS_LEFT) is not None:
+            raise jinja2.TemplateRuntimeError(f"its loops take more than {MAX_LOOP_STEPS} steps")
+        yield value
 
 
 def _to_json(
