@@ -42,7 +42,10 @@ def make_request(request_id: int, prompt: Sequence[int], **params: object) -> En
 
 
 def run_to_end(
-    engine: Engine, before_step: Callable[[int], None] = lambda step: None, max_steps: int = 5000
+    engine: Engine,
+    before_step: Callable[[int], None] = lambda step: None,
+    max_steps: int = 5000,
+    first_index: int = 0,
 ) -> dict[int, list[int]]:
     """Step until nothing is left to do; returns every request's tokens.
 
@@ -50,6 +53,7 @@ def run_to_end(
         engine: With requests added.
         before_step: Called with the step's number, for arrivals and removals on the way.
         max_steps: A run that is longer has hung.
+        first_index: Index of each request's first token; 1 behind a hand-off.
     """
     tokens: dict[int, list[int]] = {}
     for step in range(max_steps):
@@ -58,7 +62,8 @@ def run_to_end(
             return tokens
         for output in engine.step():
             received = tokens.setdefault(output.request_id, [])
-            assert output.token_index == len(received)
+            assert output.error is None
+            assert output.token_index == first_index + len(received)
             received += output.token_ids
         engine.scheduler.check_invariants()
     raise AssertionError("the engine did not come to an end")

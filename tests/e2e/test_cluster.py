@@ -211,6 +211,7 @@ async def test_killed_client_frees_its_requests(cluster: LocalCluster, client: A
     )
     assert process.stdout is not None
     assert await asyncio.wait_for(process.stdout.read(4), 60)
+    assert (await client.server_info()).num_running_requests == 1
     process.kill()
     await process.wait()
     await settle(client)
@@ -244,34 +245,13 @@ async def test_reflection_and_health_answer(cluster: LocalCluster) -> None:
     assert "kvrelay.v1.InferenceService" in names
 
 
-async def test_killed_prefill_worker_costs_no_request() -> None:
-    config = ClusterConfig(num_prefill=2, restarts=True)
-    async with LocalCluster(config) as cluster, AsyncClient(cluster.target) as client:
-        expected = [completion.token_ids for completion in await _serve(client, temperature=0)]
-        running = asyncio.create_task(_serve(client, temperature=0))
-        await asyncio.sleep(0.3)
-        cluster.kill("prefill-0")
-        assert [completion.token_ids for completion in await running] == expected
-
-
-async def test_killed_decode_worker_costs_no_request_where_there_is_another() -> None:
-    async with (
-        LocalCluster(ClusterConfig(num_decode=2, restarts=True)) as cluster,
-        AsyncClient(cluster.target) as client,
-    ):
-        expected = [completion.token_ids for completion in await _serve(client, temperature=0.8)]
-        running = asyncio.create_task(_serve(client, temperature=0.8))
-        await asyncio.sleep(1.0)
-        cluster.kill("decode-1")
-        assert [completion.token_ids for completion in await running] == expected
-
-
 async def test_lost_only_decode_worker_is_a_typed_retryable_error() -> None:
     async with LocalCluster(ClusterConfig()) as cluster, AsyncClient(cluster.target) as client:
         running = asyncio.create_task(
             client.complete("Once upon a time", max_tokens=500, ignore_eos=True, timeout_s=60)
         )
         await asyncio.sleep(0.7)
+        assert not running.done()
         cluster.kill("decode-0")
         with pytest.raises((WorkerUnavailable, CapacityError)) as caught:
             await running
@@ -281,12 +261,13 @@ async def test_lost_only_decode_worker_is_a_typed_retryable_error() -> None:
 async def test_sigterm_drains_running_requests_and_exits_cleanly() -> None:
     async with LocalCluster(ClusterConfig()) as cluster, AsyncClient(cluster.target) as client:
         running = asyncio.create_task(
-            client.complete(messages=_chat(PROMPTS[4]), temperature=0, max_tokens=24, timeout_s=60)
+            client.complete("Once upon a time", temperature=0, max_tokens=400, ignore_eos=True, timeout_s=60)
         )
         await asyncio.sleep(0.3)
+        assert not running.done()
         cluster.process("gateway").send_signal(signal.SIGTERM)
         answer = await running
-        assert answer.complete.usage.completion_tokens > 1
+        assert answer.complete.usage.completion_tokens == 400
         assert await asyncio.wait_for(cluster.process("gateway").wait(), 20) == 0
 
 

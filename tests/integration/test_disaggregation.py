@@ -16,7 +16,7 @@ from engine.errors import CapacityError, ContextTooLong, InvalidRequest, LeaseEx
 from engine.serving.telemetry import in_memory_spans, span, traceparent
 from engine.types import EngineRequest
 from kvrelay.v1 import decode_service_pb2, prefill_service_pb2
-from tests.engine_driver import make_engine, make_request, run_alone
+from tests.engine_driver import make_engine, make_request, run_alone, run_to_end
 from tests.tiny_models import write_tiny_model
 from tests.worker_harness import Driver, HarnessWorker, run_decode, run_prefill, settle
 
@@ -147,14 +147,36 @@ async def test_block_sizes_may_differ_between_the_tiers(
         assert await _serve(pair, requests) == expected
 
 
-async def test_kv_dtypes_may_differ_between_the_tiers(no_leaks: None, model: Path) -> None:
+def _hand_over(model: Path, request: EngineRequest, from_dtype: KvDtype, to_dtype: KvDtype) -> list[int]:
+    """The tokens of a hand-off whose KV is copied and rounded by torch alone, without any transport."""
+    prefill, decode = make_engine(model, dtype=from_dtype), make_engine(model, dtype=to_dtype)
+    prefill.add_handoff(request)
+    (first,) = prefill.step()
+    tokens = list(first.token_ids)
+    granted = decode.reserve(request)
+    sequence = prefill.scheduler.get(request.request_id)
+    assert granted is not None
+    assert sequence is not None
+    num_blocks = len(sequence.block_table)
+    source, target = prefill.kv_cache.elements, decode.kv_cache.elements
+    target[:, list(granted.block_ids[:num_blocks])] = source[:, sequence.block_table].to(target.dtype)
+    output = decode.commit(request.request_id, tokens[0])
+    assert output is not None
+    tokens += run_to_end(decode, first_index=1).get(request.request_id, []) if output.finish_reason is None else []
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("prefill_dtype", "decode_dtype"),
+    [(KvDtype.FP32, KvDtype.BF16), (KvDtype.BF16, KvDtype.FP32), (KvDtype.BF16, KvDtype.BF16)],
+)
+async def test_kv_dtypes_may_differ_between_the_tiers(
+    no_leaks: None, model: Path, prefill_dtype: KvDtype, decode_dtype: KvDtype
+) -> None:
     requests = _requests(6, seed=8)
-    expected = run_alone(make_engine(model, dtype=KvDtype.BF16), requests)
-    async with run_pair(model, decode_engine={"dtype": KvDtype.BF16}, prefill_engine={"dtype": KvDtype.BF16}) as pair:
+    expected = {request.request_id: _hand_over(model, request, prefill_dtype, decode_dtype) for request in requests}
+    async with run_pair(model, decode_engine={"dtype": decode_dtype}, prefill_engine={"dtype": prefill_dtype}) as pair:
         assert await _serve(pair, requests) == expected
-    async with run_pair(model, decode_engine={"dtype": KvDtype.BF16}) as pair:
-        tokens = await _serve(pair, requests)
-        assert {key: len(value) for key, value in tokens.items()} == {k: len(v) for k, v in expected.items()}
 
 
 async def test_request_can_be_prefilled_by_decode_itself(no_leaks: None, model: Path) -> None:

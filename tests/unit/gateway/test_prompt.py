@@ -80,7 +80,7 @@ async def test_only_prompts_with_a_token_that_the_model_lacks_are_refused(tokeni
         return TextPrompt(text) if form == "text" else ChatPrompt((ChatMessage("user", text),))
 
     assert await run(tokenizer, prompt("the"), limits=limits)
-    with pytest.raises(InvalidRequest, match=f"token ids must be below {last}, not {last}") as caught:
+    with pytest.raises(InvalidRequest, match=rf"token ids must be in \[0, {last - 1}\], not {last}") as caught:
         await run(tokenizer, prompt(f"the{word}"), limits=limits)
     assert caught.value.field == ("text" if form == "text" else "chat.messages")
     (request,) = await run(tokenizer, prompt("the"), limits=limits, bad_words=(word, "the"))
