@@ -90,12 +90,17 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def rank(self) -> tuple[int, int]:
+        """Sort key of claims to blocks: priority, then arrival."""
+        return (self.request.priority, self.arrival)
+
+    @property
     def order(self) -> tuple[bool, int, int]:
         """Sort key of the waiting line: priority, then arrival, but whoever holds blocks already goes first.
 
         Otherwise the head could wait for blocks that a sequence behind it holds.
         """
-        return (not self.block_table, self.request.priority, self.arrival)
+        return (not self.block_table, *self.rank)
 
     @property
     def last_block_hash(self) -> BlockHash:

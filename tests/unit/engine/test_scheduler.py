@@ -18,6 +18,8 @@ EOS = 2
 
 def _scheduler(num_blocks: int = 32, max_position: Any = 512, **config: Any) -> Scheduler:
     pool = BlockPool(num_blocks, BLOCK)
+    # As many sequences as a small budget allows.
+    config = {"max_num_seqs": min(64, config.get("max_num_batched_tokens", 64))} | config
     return Scheduler(SchedulerConfig(**config), pool, max_position=max_position, eos_token_ids=frozenset({EOS}))
 
 
