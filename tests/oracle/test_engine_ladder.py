@@ -72,7 +72,9 @@ def test_requests_that_join_and_leave_midway_change_nothing_for_the_others(tiny_
 def test_chunked_prefill_equals_whole(tiny_folder: FolderOf, budget: int) -> None:
     requests = _requests(6, seed=1)
     whole = run_alone(make_engine(tiny_folder("qwen3")), requests)
-    engine = make_engine(tiny_folder("qwen3"), scheduler=SchedulerConfig(max_num_batched_tokens=budget))
+    engine = make_engine(
+        tiny_folder("qwen3"), scheduler=SchedulerConfig(max_num_seqs=min(64, budget), max_num_batched_tokens=budget)
+    )
     for request in requests:
         engine.add(request)
     assert run_to_end(engine) == whole
