@@ -127,6 +127,27 @@ async def test_a_small_message_that_claims_a_large_frame_takes_no_memory(kind: F
     assert peak < 4 * MIB
 
 
+async def test_a_stream_that_ends_inside_a_frame_is_noticed_at_once() -> None:
+    ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def serve(connection: Connection) -> None:
+        connection.trust_peer()
+        try:
+            await connection.recv()
+        except ConnectionClosed as error:
+            ended.set_result(str(error))
+
+    listener = await GrpcTransport().listen(serve)
+    async with grpc.aio.insecure_channel(listener.address.removeprefix("grpc://")) as channel:
+        call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(
+            METHOD, request_serializer=None, response_deserializer=None
+        )()
+        await call.write(encode_part(Part(encode_header(kv_frame(bytes(2 * MIB)).header), memoryview(b"x"), more=True)))
+        await call.done_writing()
+        assert "inside a payload" in await within(2, ended)
+    await listener.close()
+
+
 @pytest.mark.parametrize("name", NETWORKED)
 @pytest.mark.parametrize("kind", [FrameKind.KV, FrameKind.COMMIT])
 async def test_a_large_frame_before_hello_ends_the_connection(name: str, kind: FrameKind) -> None:
