@@ -7,7 +7,7 @@ first, free the blocks after.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 from google.protobuf.message import DecodeError
@@ -16,10 +16,10 @@ from decode_service import convert
 from decode_service.request import DecodeRequest, Phase
 from decode_service.reservation_queue import ReservationQueue
 from engine.clock import SystemClock
-from engine.engine import Granted
-from engine.errors import EngineError, LeaseError, LeaseExpired, LeaseUnknown, TransferError
+from engine.engine import Engine, Granted
+from engine.errors import DeviceError, EngineError, LeaseError, LeaseExpired, LeaseUnknown, TransferError
 from engine.serving.telemetry import emit_span
-from engine.types import Epoch, HandoffRecord, LeaseId
+from engine.types import EngineRequest, Epoch, HandoffRecord, LeaseId
 from kv_transfer.handle import TransferStats
 from kv_transfer.importer import Importer
 from kv_transfer.lease import LeaseTable
@@ -28,6 +28,8 @@ from kvrelay.wire.handoff import handoff_record_from_proto
 from worker.tier import WorkerContext
 
 TICK_INTERVAL_S = 0.5
+LOOK_AGAIN_S = 0.1
+"""How often the queue is looked at while it waits: steps without outputs free the way too, and tell nobody."""
 
 _log = structlog.get_logger(__name__)
 
@@ -122,29 +124,54 @@ class Handoffs:
 
     async def _grant_loop(self) -> None:
         while True:
-            await self._wake.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_AGAIN_S if len(self._queue) else None):
+                    await self._wake.wait()
             self._wake.clear()
-            while (entry := self._queue.head) is not None:
-                try:
-                    granted = await self._try_reserve(entry)
-                except EngineError as error:
-                    self._queue.remove(entry)
-                    self._on_failed(entry, error)
-                    continue
-                if self._queue.head is not entry:
-                    # Withdrawn meanwhile, or a more urgent one came: what was granted goes back.
-                    await self._give_back(entry)
-                    continue
-                if granted is None:
-                    break
+            while await self._grant_queued():
+                continue
+
+    async def _grant_queued(self) -> bool:
+        """Grant all that fit, in one call of the engine; returns whether the queue is to be looked at again at once."""
+        entries = self._queue.entries
+        results = await self._try_reserve(entries) if entries else []
+        refused: DecodeRequest | None = None
+        unwanted: list[DecodeRequest] = []
+        for entry, result in zip(entries, results, strict=False):
+            if result is None:
+                refused = entry
+            elif self._queue.head is entry:
                 self._queue.remove(entry)
-                self._grant(entry, granted)
+                self._settle(entry, result)
+            elif isinstance(result, Granted):
+                # Withdrawn meanwhile, or a more urgent one came: what was granted goes back.
+                unwanted.append(entry)
+        if unwanted:
+            await self._give_back(unwanted)
+        head = self._queue.head
+        return head is not None and (head is not refused or bool(unwanted))
 
-    async def _try_reserve(self, entry: DecodeRequest) -> Granted | None:
-        return await self._context.engine_loop.call(lambda engine: engine.reserve(entry.request))
+    async def _try_reserve(self, entries: Sequence[DecodeRequest]) -> list[Granted | Exception | None]:
+        """Ask for blocks in order; the results end with the first that has to wait, which is None."""
+        requests = [entry.request for entry in entries]
+        try:
+            return await self._context.engine_loop.call(lambda engine: _reserve_in_order(engine, requests))
+        except Exception as error:
+            return [error] * len(entries)  # the engine is gone
 
-    async def _give_back(self, entry: DecodeRequest) -> None:
-        await self._context.engine_loop.call(lambda engine: engine.remove([entry.request_id]))
+    async def _give_back(self, entries: Sequence[DecodeRequest]) -> None:
+        request_ids = [entry.request_id for entry in entries]
+        with contextlib.suppress(DeviceError):  # it is gone with its blocks
+            await self._context.engine_loop.call(lambda engine: engine.remove(request_ids))
+
+    def _settle(self, entry: DecodeRequest, result: Granted | Exception) -> None:
+        """Tell a request that has left the queue what came of it. Whatever goes wrong ends this request only."""
+        try:
+            if isinstance(result, Exception):
+                raise result
+            self._grant(entry, result)
+        except Exception as error:
+            self._on_failed(entry, error)
 
     def _grant(self, entry: DecodeRequest, granted: Granted) -> None:
         block_size = self._context.layout.block_size
@@ -211,3 +238,16 @@ class Handoffs:
         if entry.lease_id is not None:
             self._by_lease.pop(entry.lease_id, None)
             entry.lease_id = None
+
+
+def _reserve_in_order(engine: Engine, requests: Sequence[EngineRequest]) -> list[Granted | Exception | None]:
+    """Reserve blocks on the engine's thread until one has to wait."""
+    results: list[Granted | Exception | None] = []
+    for request in requests:
+        try:
+            results.append(engine.reserve(request))
+        except Exception as error:
+            results.append(error)
+        if results[-1] is None:
+            break
+    return results

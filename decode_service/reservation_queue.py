@@ -25,6 +25,11 @@ class ReservationQueue:
         """The next to get blocks."""
         return self._entries[0] if self._entries else None
 
+    @property
+    def entries(self) -> tuple[DecodeRequest, ...]:
+        """All of them, in order."""
+        return tuple(self._entries)
+
     def push(self, entry: DecodeRequest) -> None:
         """Queue a request.
 

@@ -244,6 +244,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         if output is not None and output.finish_reason is not None:
             self._router.remove(request_id)
             self._on_output(entry, output)
+            self._handoffs.blocks_may_be_free()
 
     async def _start_local_prefill(self, entry: DecodeRequest) -> None:
         request_id = entry.request_id

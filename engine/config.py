@@ -104,9 +104,9 @@ class SchedulerConfig:
     """Limits of a step."""
 
     max_num_seqs: int = 64
-    """Most sequences in one step."""
+    """Most sequences in one step; those reserved for a hand-off count. At most `max_num_batched_tokens`."""
     max_num_batched_tokens: int = 512
-    """Token budget of a step: decodes first, the rest goes to prefill chunks."""
+    """Token budget of a step: decodes first, then prefill chunks, then drafts."""
     max_waiting: int = 1024
     """Most sequences waiting for their first step; beyond it requests are shed."""
 
@@ -114,3 +114,10 @@ class SchedulerConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(name, f"must be at least 1, not {getattr(self, name)}")
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            # Sequences beyond the budget would get no token as long as the others run.
+            raise InvalidRequest(
+                "max_num_seqs",
+                f"must be at most max_num_batched_tokens, {self.max_num_batched_tokens}, so that each sequence gets a "
+                f"token in every step; not {self.max_num_seqs}",
+            )

@@ -204,6 +204,7 @@ class Engine:
 
         started_ns = time.monotonic_ns()
         result = self._runner.run(plan, on_layer)
+        self.kv_cache.end_step()
         finished_ns = time.monotonic_ns()
         outputs = self.scheduler.apply(plan, result, finished_ns)
         if self._speculation is not None:

@@ -56,8 +56,12 @@ class Sequence:
     first_scheduled_ns: int | None = None
     """Monotonic time of the first step; None before it."""
 
+    is_on_trial: bool = field(init=False)
+    """Whether its next sampled step is to be computed alone."""
+
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.token_ids)
+        self.is_on_trial = self.request.is_suspect
 
     @property
     def request_id(self) -> RequestId:
@@ -90,12 +94,17 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def rank(self) -> tuple[int, int]:
+        """Sort key of claims to blocks: priority, then arrival."""
+        return (self.request.priority, self.arrival)
+
+    @property
     def order(self) -> tuple[bool, int, int]:
         """Sort key of the waiting line: priority, then arrival, but whoever holds blocks already goes first.
 
         Otherwise the head could wait for blocks that a sequence behind it holds.
         """
-        return (not self.block_table, self.request.priority, self.arrival)
+        return (not self.block_table, *self.rank)
 
     @property
     def last_block_hash(self) -> BlockHash:

@@ -143,6 +143,8 @@ class EngineRequest:
     """Requests share cached prefixes only when their salts are equal."""
     priority: int = 0
     """Lower runs first."""
+    is_suspect: bool = False
+    """It took part in a step that broke a worker; see `engine/scheduler/trial.py`."""
 
 
 @dataclass(frozen=True, slots=True)

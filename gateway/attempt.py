@@ -6,6 +6,7 @@ is decided by `recovery.py`. Never waits: `relay.py` takes the events from the m
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from engine.clock import Clock
 from engine.errors import EngineError, WorkerUnavailable
@@ -216,7 +217,8 @@ class Attempt:
         """Have the prompt computed: by a prefill worker if that is worth it and there is one, else by decode itself."""
         if self._decode is None or self._granted is None:
             return
-        request, deadline = self._engine_request, self._request.deadline
+        request = replace(self._engine_request, is_suspect=self._recovery.is_suspect)
+        deadline = self._request.deadline
         num_uncached_tokens = len(request.token_ids) - self._num_cached_tokens
         self._prefill_sent_at = self._clock.now()
         if num_uncached_tokens > self._local_prefill_max_tokens:

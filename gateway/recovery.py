@@ -51,6 +51,11 @@ class Recovery:
         """Whether one more attempt is allowed."""
         return self.attempt < self._max_attempts
 
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the request was in a step that broke a worker."""
+        return self._num_failed_steps > 0
+
     def after_prefill_failure(
         self, error: EngineError, worker_id: WorkerId, *, is_committed: bool, has_first_token: bool
     ) -> Remedy:

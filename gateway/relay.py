@@ -192,7 +192,11 @@ class Relay:
 
     async def _reserve(self, attempt: Attempt) -> None:
         request = self._request.engine_request
-        request = replace(request, token_ids=request.token_ids + tuple(self._output.token_ids))
+        request = replace(
+            request,
+            token_ids=request.token_ids + tuple(self._output.token_ids),
+            is_suspect=self._recovery.is_suspect,
+        )
         if self._recovery.attempt > 1:
             await self._pool.wait_usable(WorkerRole.DECODE, self._limits.worker_wait_s)
         if not self._is_abort_due and self._interruption is None:

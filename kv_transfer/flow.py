@@ -6,10 +6,13 @@ Single event loop, no threads. Both wake their waiters when the connection ends,
 import asyncio
 import time
 from collections import deque
+from typing import TypeVar
 
-from engine.errors import EngineError
+from engine.errors import TransferError
 from kv_transfer.frame import Frame
 from kv_transfer.transport import ConnectionClosed
+
+_Error = TypeVar("_Error", bound=TransferError)
 
 MAX_LOOP_HOLD_S = 0.5e-3
 """How long copying may go on before other tasks of the loop get their turn; one frame more may be under way."""
@@ -17,6 +20,15 @@ MAX_LOOP_HOLD_S = 0.5e-3
 
 POOL_BYTES = 32 << 20
 POOL_GRAIN_BYTES = 256 << 10
+
+
+def fresh(error: _Error) -> _Error:
+    """Return a new error that says the same.
+
+    A raised error keeps the frames that it passed, and with them connections and payloads. Kept by the connection
+    itself it would be part of a cycle, which only the garbage collector ends; so what is kept is never raised.
+    """
+    return type(error)(str(error))
 
 
 class LoopYield:
@@ -50,7 +62,7 @@ class ByteBudget:
         self.limit = limit
         self.used = 0
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self._error: EngineError | None = None
+        self._error: TransferError | None = None
 
     def _fits(self, num_bytes: int) -> bool:
         return self.used + num_bytes <= self.limit or self.used == 0
@@ -58,7 +70,7 @@ class ByteBudget:
     def acquire_now(self, num_bytes: int) -> bool:
         """Take `num_bytes` if there is room and nobody waits; returns whether it did. Raises like `acquire`."""
         if self._error is not None:
-            raise self._error
+            raise fresh(self._error)
         if self._waiters or not self._fits(num_bytes):
             return False
         self.used += num_bytes
@@ -97,14 +109,14 @@ class ByteBudget:
                 self.used += num_bytes
                 future.set_result(None)
 
-    def close(self, error: EngineError) -> None:
-        """Make every present and later `acquire` raise `error`."""
+    def close(self, error: TransferError) -> None:
+        """Make every present and later `acquire` raise an error like `error`."""
         if self._error is None:
-            self._error = error
+            self._error = fresh(error)
         while self._waiters:
             _, future = self._waiters.popleft()
             if not future.done():
-                future.set_exception(self._error)
+                future.set_exception(fresh(self._error))
 
 
 class BufferPool:
@@ -128,6 +140,11 @@ class BufferPool:
         self.num_bytes -= size
         return free.pop()
 
+    def close(self) -> None:
+        """Free what is in the pool and whatever is given back later."""
+        self._free.clear()
+        self.num_bytes = self._limit = 0
+
     def give(self, buffer: bytearray) -> None:
         """Take a buffer back; nobody may look at it any more."""
         if self.num_bytes + len(buffer) <= self._limit:
@@ -141,7 +158,7 @@ class FrameQueue:
     def __init__(self) -> None:
         self._frames: deque[Frame] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._error: EngineError | None = None
+        self._error: TransferError | None = None
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -158,7 +175,7 @@ class FrameQueue:
         """Return the oldest frame; after `close`, first what is left, then its error."""
         while not self._frames:
             if self._error is not None:
-                raise self._error
+                raise fresh(self._error)
             if self._waiter is not None:
                 raise ConnectionClosed("two tasks read one connection at the same time")
             self._waiter = asyncio.get_running_loop().create_future()
@@ -168,10 +185,10 @@ class FrameQueue:
                 self._waiter = None
         return self._frames.popleft()
 
-    def close(self, error: EngineError, *, drop: bool = False) -> None:
-        """End the queue with `error`; `drop` releases what has not been read."""
+    def close(self, error: TransferError, *, drop: bool = False) -> None:
+        """End the queue with an error like `error`; `drop` releases what has not been read."""
         if self._error is None:
-            self._error = error
+            self._error = fresh(error)
         if drop:
             while self._frames:
                 self._frames.popleft().release()

@@ -35,6 +35,8 @@ MAX_PAYLOAD_BYTES = 64 << 20
 """Largest payload of a KV frame."""
 MAX_CONTROL_BYTES = 1 << 20
 """Largest payload of any other frame."""
+MAX_GREETING_BYTES = 4096
+"""Largest payload that is taken from a peer that has not said yet who it is; a HELLO stays below it."""
 MAX_LAYERS = 4096
 MAX_BLOCKS = 1 << 24
 """Bounds on layer and block indexes; real models stay far below."""
@@ -298,6 +300,16 @@ def decode_header(data: bytes | bytearray | memoryview) -> FrameHeader:
     )
     _check_bounds(header)
     return header
+
+
+def check_greeting(header: FrameHeader) -> None:
+    """Check that a frame may come from a peer that has not said who it is: nothing large is set up for strangers.
+
+    Raises:
+        FrameError: It carries KV, or more than a greeting needs.
+    """
+    if header.kind is FrameKind.KV or header.payload_bytes > MAX_GREETING_BYTES:
+        raise FrameError(f"a {header.kind.name} frame of {header.payload_bytes} bytes came before a valid HELLO")
 
 
 def _check_bounds(header: FrameHeader) -> None:

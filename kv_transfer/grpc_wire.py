@@ -2,7 +2,7 @@
 
 They are exactly the wire form of `kvrelay.v1.TransferRequest` and `TransferResponse` (a test compares them with the
 generated classes), written and read by hand because a payload passes through the generated classes with three more
-copies. Next: `grpc_transport.py`.
+copies. Next: `grpc_connection.py`.
 """
 
 from collections.abc import Iterator

@@ -203,6 +203,8 @@ class Importer:
         finally:
             replies.cancel()
             self._table.writer_lost(writer, reason)
+            # Kept here, in a frame that it passed, it would keep the connection until the next full collection.
+            del reason
             await asyncio.gather(replies, return_exceptions=True)
 
     async def _shake_hands(self, connection: Connection) -> Hello:
@@ -218,6 +220,7 @@ class Importer:
             raise
         finally:
             frame.release()
+        connection.trust_peer()
         incarnation = self._hello.incarnation
         await connection.send(seal(FrameKind.HELLO, incarnation=incarnation, payload=self._hello.encode()))
         return hello

@@ -71,6 +71,9 @@ class InprocConnection:
         # The peer's release is what returns the memory.
         self._peer._received.put(Frame(frame.header, payload, on_release=buffer.detach()))
 
+    def trust_peer(self) -> None:
+        """See `Connection.trust_peer`. Nothing to do: memory is the sender's, and it is this process."""
+
     async def recv(self) -> Frame:
         """See `Connection.recv`."""
         return await self._received.get()
@@ -87,10 +90,12 @@ class InprocConnection:
         peer, self._peer = self._peer, None
         self._received.close(ConnectionClosed("closed here"), drop=True)
         self._budget.close(ConnectionClosed("closed here"))
+        self._pool.close()
         if peer is not None:
             peer._peer = None
             peer._received.close(ConnectionClosed("closed by the peer"), drop=drop)
             peer._budget.close(ConnectionClosed("closed by the peer"))
+            peer._pool.close()
 
 
 def connection_pair() -> tuple[InprocConnection, InprocConnection]:

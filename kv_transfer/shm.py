@@ -20,7 +20,8 @@ import structlog
 from engine.errors import EngineError, PeerUnavailable
 from kv_transfer.address import Address, host_token, parse_address
 from kv_transfer.serving import HandlerTasks
-from kv_transfer.shm_wire import DEFAULT_RING_BYTES, exchange_rings
+from kv_transfer.shm_handshake import exchange_rings
+from kv_transfer.shm_wire import DEFAULT_RING_BYTES
 from kv_transfer.transport import DEFAULT_CONNECT_TIMEOUT_S, Connection, ConnectionHandler
 
 HANDSHAKE_TIMEOUT_S = 5.0
@@ -90,7 +91,7 @@ class ShmListener:
             sock.setblocking(False)
             _check_peer_user(sock)
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                connection = await exchange_rings(sock, DEFAULT_RING_BYTES)
+                connection = await exchange_rings(sock, DEFAULT_RING_BYTES, is_peer_known=False)
         except (EngineError, OSError, TimeoutError) as error:
             _log.warning("kv_transfer.handshake_failed", transport="shm", error=str(error))
             sock.close()
@@ -160,7 +161,7 @@ class ShmTransport:
                 async with asyncio.timeout(timeout_s):
                     await asyncio.get_running_loop().sock_connect(sock, _socket_name(path))
                     _check_peer_user(sock)
-                    connection = await exchange_rings(sock, self._ring_bytes)
+                    connection = await exchange_rings(sock, self._ring_bytes, is_peer_known=True)
             except TimeoutError as error:
                 raise PeerUnavailable(f"nobody answered on {address} within {timeout_s:g} s") from error
             except OSError as error:

@@ -9,26 +9,21 @@
 A peer that breaks this is cut off. The peer's ring is mapped read-only and every offset is checked against it.
 """
 
-import array
 import asyncio
-import fcntl
 import mmap
-import os
-import socket
 import struct
 from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
 
-from engine.errors import EngineError, PeerUnavailable
-from kv_transfer.flow import FrameQueue
-from kv_transfer.frame import HEADER_BYTES, MAX_CONTROL_BYTES, Frame, FrameError, PayloadBuffer, decode_header
+from engine.errors import TransferError
+from kv_transfer.flow import FrameQueue, fresh
+from kv_transfer.frame import HEADER_BYTES, Frame, FrameError, PayloadBuffer, check_greeting, decode_header
 from kv_transfer.frame import encode_header as encode_frame_header
 from kv_transfer.ring import RingAllocator
 from kv_transfer.transport import ConnectionClosed
 
 DEFAULT_RING_BYTES = 64 << 20
-MAX_RING_BYTES = 4 << 30
 WARM_RING_BYTES = 8 << 20
 """Part of the ring that is used while the receiver keeps up."""
 PREFERRED_PAYLOAD_BYTES = 4 << 20
@@ -40,9 +35,6 @@ MAX_QUEUED_FRAMES = 4096
 CLOSE_TIMEOUT_S = 2.0
 
 _ENVELOPE = struct.Struct("<B7xQQ")
-_GREETING = struct.Struct("<8sQ")
-_GREETING_MAGIC = b"KVSHM\0\0\1"
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _EMPTY = memoryview(b"")
 
 
@@ -55,83 +47,11 @@ class Operation(IntEnum):
     CLOSE = 4
 
 
-async def exchange_rings(sock: socket.socket, ring_bytes: int) -> "ShmConnection":
-    """Hand over this side's ring, take the peer's, and return the connection. The caller closes `sock` on failure.
-
-    Raises:
-        PeerUnavailable: The peer sent no valid ring.
-        OSError: The socket failed, or memory for the ring could not be had.
-    """
-    descriptor = os.memfd_create("kvrelay-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(descriptor, ring_bytes)
-        # Sealed sizes mean that neither side can make the other fault by truncating the file under its mapping.
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        own = mmap.mmap(descriptor, ring_bytes)
-        # The greeting is far below any socket buffer: this neither blocks nor sends a part.
-        socket.send_fds(sock, [_GREETING.pack(_GREETING_MAGIC, ring_bytes)], [descriptor])
-    finally:
-        os.close(descriptor)
-    try:
-        peer = await _receive_ring(sock)
-    except BaseException:
-        own.close()
-        raise
-    connection = ShmConnection(own, peer)
-    try:
-        await asyncio.get_running_loop().create_unix_connection(lambda: connection.protocol, sock=sock)
-    except BaseException:
-        connection.abort()
-        raise
-    return connection
-
-
-async def _receive_ring(sock: socket.socket) -> mmap.mmap:
-    await _readable(sock)
-    data, ancillary, flags, _ = sock.recvmsg(_GREETING.size, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC)
-    descriptors = array.array("i")
-    for level, kind, content in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
-    try:
-        if len(data) != _GREETING.size or flags & socket.MSG_CTRUNC or len(descriptors) != 1:
-            raise PeerUnavailable("the peer's greeting carries no ring")
-        magic, ring_bytes = _GREETING.unpack(data)
-        descriptor = descriptors[0]
-        if magic != _GREETING_MAGIC or not mmap.PAGESIZE <= ring_bytes <= MAX_RING_BYTES:
-            raise PeerUnavailable("the peer's greeting is not of this version")
-        try:
-            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-            if seals & _SEALS != _SEALS or os.fstat(descriptor).st_size != ring_bytes:
-                raise PeerUnavailable("the peer's ring is not sealed to its size")
-            return mmap.mmap(descriptor, ring_bytes, prot=mmap.PROT_READ)
-        except (OSError, ValueError) as error:
-            raise PeerUnavailable(f"the peer's ring cannot be mapped: {error}") from error
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
-
-
-async def _readable(sock: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-
-    def on_readable() -> None:
-        if not ready.done():
-            ready.set_result(None)
-
-    loop.add_reader(sock, on_readable)
-    try:
-        await ready
-    finally:
-        loop.remove_reader(sock)
-
-
 class _Protocol(asyncio.Protocol):
     """Takes the socket's byte stream apart."""
 
     def __init__(
-        self, on_message: Callable[[Operation, int, int, bytes], None], on_end: Callable[[EngineError], None]
+        self, on_message: Callable[[Operation, int, int, bytes], None], on_end: Callable[[TransferError], None]
     ) -> None:
         self._on_message = on_message
         self._on_end = on_end
@@ -149,7 +69,7 @@ class _Protocol(asyncio.Protocol):
         self._data += data
         try:
             used = self._parse()
-        except EngineError as error:
+        except TransferError as error:
             self._on_end(error)
             return
         del self._data[:used]
@@ -166,8 +86,8 @@ class _Protocol(asyncio.Protocol):
             if operation in (Operation.INLINE, Operation.RING):
                 body_bytes = HEADER_BYTES
             if operation is Operation.INLINE:
-                if length > MAX_CONTROL_BYTES:
-                    raise FrameError(f"an inline payload of {length} bytes is over {MAX_CONTROL_BYTES}")
+                if length > INLINE_BYTES:
+                    raise FrameError(f"an inline payload of {length} bytes is over {INLINE_BYTES}")
                 body_bytes += length
             end = position + _ENVELOPE.size + body_bytes
             if len(self._data) < end:
@@ -186,11 +106,23 @@ class _Protocol(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed.set()
         self._drained.set()
-        self._on_end(ConnectionClosed("the peer is gone" if exc is None else f"the socket failed: {exc}"))
+        on_end = self._on_end
+        # Nothing comes any more. Kept, the callbacks would keep the connection, which keeps this, until they are found
+        # by a full collection.
+        self._on_message, self._on_end = _ignore_message, _ignore_end
+        on_end(ConnectionClosed("the peer is gone" if exc is None else f"the socket failed: {exc}"))
 
     async def drained(self) -> None:
         """Wait until the socket takes more."""
         await self._drained.wait()
+
+
+def _ignore_message(operation: Operation, length: int, offset: int, body: bytes) -> None:
+    return None
+
+
+def _ignore_end(error: TransferError) -> None:
+    return None
 
 
 class ShmConnection:
@@ -203,11 +135,12 @@ class ShmConnection:
     scheme = "shm"
     preferred_payload_bytes = PREFERRED_PAYLOAD_BYTES
 
-    def __init__(self, own: mmap.mmap, peer: mmap.mmap) -> None:
+    def __init__(self, own: mmap.mmap, peer: mmap.mmap, *, is_peer_known: bool) -> None:
         self._own = own
         self._peer = peer
         self._own_view = memoryview(own)
         self._peer_view = memoryview(peer)
+        self._is_peer_known = is_peer_known
         self._ring = RingAllocator(len(own), WARM_RING_BYTES)
         self._sent: set[int] = set()
         """Regions the peer reads."""
@@ -234,7 +167,7 @@ class ShmConnection:
     def reserve_now(self, num_bytes: int) -> PayloadBuffer | None:
         """See `Connection.reserve_now`."""
         if self._end is not None:
-            raise self._end
+            raise fresh(self._end)
         if num_bytes <= INLINE_BYTES:
             return PayloadBuffer(memoryview(bytearray(num_bytes)))
         if num_bytes > len(self._own):
@@ -283,7 +216,7 @@ class ShmConnection:
             buffer.view[:] = frame.payload
         transport = self.protocol.transport
         if self._end is not None or transport is None:
-            raise self._end or ConnectionClosed("the connection is not open yet")
+            raise fresh(self._end or ConnectionClosed("the connection is not open yet"))
         header = encode_frame_header(frame.header)
         if buffer is not None and buffer.owner is self:
             buffer.detach()
@@ -293,6 +226,10 @@ class ShmConnection:
         else:
             payload = bytes(frame.payload)
             transport.write(_ENVELOPE.pack(Operation.INLINE, len(payload), 0) + header + payload)
+
+    def trust_peer(self) -> None:
+        """See `Connection.trust_peer`."""
+        self._is_peer_known = True
 
     async def recv(self) -> Frame:
         """See `Connection.recv`."""
@@ -310,7 +247,7 @@ class ShmConnection:
         if self._end is None and transport is not None:
             transport.write(_ENVELOPE.pack(Operation.CLOSE, 0, 0))
             transport.close()
-            self._finish(ConnectionClosed("closed here"), drop=True)
+        self._finish(ConnectionClosed("closed here"), drop=True)
         if transport is not None:
             try:
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
@@ -327,14 +264,14 @@ class ShmConnection:
             self.protocol.transport.abort()
         self._unmap()
 
-    def _finish(self, error: EngineError, *, drop: bool) -> None:
+    def _finish(self, error: TransferError, *, drop: bool) -> None:
         if self._end is None:
-            self._end = error if isinstance(error, ConnectionClosed) else ConnectionClosed(str(error))
+            self._end = ConnectionClosed(str(error))
         self._received.close(error, drop=drop)
         while self._waiters:
             _, waiter = self._waiters.popleft()
             if not waiter.done():
-                waiter.set_exception(self._end)
+                waiter.set_exception(fresh(self._end))
 
     def _unmap(self) -> None:
         for view in (self._own_view, self._peer_view):
@@ -346,7 +283,7 @@ class ShmConnection:
                 # Somebody still looks at a payload: the mapping goes when the last view does.
                 continue
 
-    def _on_end(self, error: EngineError) -> None:
+    def _on_end(self, error: TransferError) -> None:
         self._finish(error, drop=False)
         if self.protocol.transport is not None:
             self.protocol.transport.abort()
@@ -362,6 +299,8 @@ class ShmConnection:
                 self._on_end(ConnectionClosed("closed by the peer"))
             case Operation.INLINE | Operation.RING:
                 header = decode_header(body[:HEADER_BYTES])
+                if not self._is_peer_known:
+                    check_greeting(header)
                 if header.payload_bytes != length:
                     raise FrameError(f"a header names {header.payload_bytes} payload bytes, the envelope {length}")
                 if operation is Operation.RING:

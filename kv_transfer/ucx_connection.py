@@ -18,10 +18,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
-from engine.errors import EngineError
+from engine.errors import EngineError, TransferError
 from kv_transfer.device import DeviceBytes, DeviceMemory
-from kv_transfer.flow import BufferPool, ByteBudget, FrameQueue
-from kv_transfer.frame import HEADER_BYTES, Frame, FrameError, FrameHeader, PayloadBuffer, decode_header, encode_header
+from kv_transfer.flow import BufferPool, ByteBudget, FrameQueue, fresh
+from kv_transfer.frame import (
+    HEADER_BYTES,
+    Frame,
+    FrameError,
+    FrameHeader,
+    PayloadBuffer,
+    check_greeting,
+    decode_header,
+    encode_header,
+)
 from kv_transfer.transport import ConnectionClosed
 from kv_transfer.ucx_progress import Array, Tag, TagMaskFull, UcxEngine, ucx
 
@@ -77,10 +86,23 @@ class UcxConnection:
         peer_tag: int,
         on_gone: Callable[[], None],
         device: DeviceMemory | None = None,
+        *,
+        is_peer_known: bool,
     ) -> None:
-        """Take over an endpoint; `device` lends memory for payloads where the peer has such memory too."""
+        """Take over an endpoint.
+
+        Args:
+            engine: Progresses it.
+            endpoint: Of this connection.
+            own_tag: On messages that come.
+            peer_tag: To be put on messages that go.
+            on_gone: Called once the connection has ended.
+            device: Lends memory for payloads, where the peer has such memory too.
+            is_peer_known: Whether payloads of every size are taken before `trust_peer`.
+        """
         self._engine = engine
         self._device = device
+        self._is_peer_known = is_peer_known
         self._endpoint: ucx.UCXEndpoint | None = endpoint
         self._receive_tags = (Tag(own_tag | _CONTROL_TAG), Tag(own_tag | _PAYLOAD_TAG))
         self._send_tags = (Tag(peer_tag | _CONTROL_TAG), Tag(peer_tag | _PAYLOAD_TAG))
@@ -140,7 +162,7 @@ class UcxConnection:
             buffer.view[:] = frame.payload
         if self._end is not None:
             buffer.release()
-            raise self._end
+            raise fresh(self._end)
         # The peer's ACK gives the bytes back to the budget; the memory is free once UCX has sent it.
         buffer.detach()
         device, payload = buffer.device, buffer.view
@@ -153,6 +175,10 @@ class UcxConnection:
         else:
             self._submit_control(head)
             self._submit(payload if device is None else device.array, _PAYLOAD_TAG, lambda: self._recycle(memory))
+
+    def trust_peer(self) -> None:
+        """See `Connection.trust_peer`."""
+        self._is_peer_known = True
 
     async def recv(self) -> Frame:
         """See `Connection.recv`."""
@@ -259,6 +285,8 @@ class UcxConnection:
     def _on_frame(self, header: FrameHeader, length: int, control: bytearray, *, is_on_device: bool) -> None:
         if header.payload_bytes != length:
             raise FrameError(f"a header names {header.payload_bytes} payload bytes, the envelope {length}")
+        if not self._is_peer_known:
+            check_greeting(header)
         size = length + HEADER_BYTES
         if self._unreleased and self._unreleased + size > 2 * IN_FLIGHT_BYTES:
             raise FrameError("the peer sends more than may be under way")
@@ -345,11 +373,12 @@ class UcxConnection:
         self._finish(ConnectionClosed(reason), drop=False)
         self._drop_endpoint()
 
-    def _finish(self, error: EngineError, *, drop: bool) -> None:
+    def _finish(self, error: TransferError, *, drop: bool) -> None:
         if self._end is None:
-            self._end = error if isinstance(error, ConnectionClosed) else ConnectionClosed(str(error))
+            self._end = ConnectionClosed(str(error))
         self._received.close(error, drop=drop)
         self._budget.close(self._end)
+        self._pool.close()
 
     def _drop_endpoint(self) -> None:
         endpoint, self._endpoint = self._endpoint, None

@@ -61,7 +61,9 @@ async def _greet(
         magic, peer_tag, has_device = _GREETING.unpack(theirs)
         if magic != _MAGIC:
             raise PeerUnavailable("the peer does not speak this protocol")
-        return UcxConnection(engine, endpoint, own_tag, peer_tag, on_gone, device if has_device else None)
+        return UcxConnection(
+            engine, endpoint, own_tag, peer_tag, on_gone, device if has_device else None, is_peer_known=not is_listener
+        )
     except ucx.UCXError as error:
         engine.close_endpoint(endpoint)
         raise PeerUnavailable(f"UCX: {error}") from error

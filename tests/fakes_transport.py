@@ -228,6 +228,9 @@ class WrappedConnection:
     async def reserve(self, num_bytes: int) -> PayloadBuffer:
         return self.reserve_now(num_bytes)
 
+    def trust_peer(self) -> None:
+        self._inner.trust_peer()
+
     async def recv(self) -> Frame:
         return await self._inner.recv()
 

@@ -39,11 +39,31 @@ async def echo(connection: Connection) -> None:
             frame.release()
 
 
+def welcoming(handler: ConnectionHandler) -> ConnectionHandler:
+    """A handler that lets the peer say who it is first, as hand-offs do."""
+
+    async def serve(connection: Connection) -> None:
+        (await connection.recv()).release()
+        connection.trust_peer()
+        await connection.send(seal(FrameKind.HELLO))
+        await handler(connection)
+
+    return serve
+
+
+async def connect(transport: Transport, address: str) -> Connection:
+    """Connect to a listener whose handler is welcoming."""
+    connection = await transport.connect(address, 5.0)
+    await connection.send(seal(FrameKind.HELLO))
+    (await connection.recv()).release()
+    return connection
+
+
 @asynccontextmanager
 async def connected(transport: Transport, handler: ConnectionHandler) -> AsyncIterator[Connection]:
-    listener = await transport.listen(handler)
+    listener = await transport.listen(welcoming(handler))
     try:
-        connection = await transport.connect(listener.address, 5.0)
+        connection = await connect(transport, listener.address)
         try:
             yield connection
         finally:

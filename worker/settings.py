@@ -3,9 +3,9 @@
 import os
 import secrets
 import socket
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from engine.config import KvDtype
 from engine.errors import InvalidRequest
@@ -69,7 +69,7 @@ class WorkerSettings(RoleSettings):
         " GPU",
     )
     prefix_cache: bool = Field(True, description="whether KV of finished requests is reused for equal prefixes")
-    max_num_seqs: int = Field(64, ge=1, description="most sequences in one step")
+    max_num_seqs: int = Field(64, ge=1, description="most sequences in one step; at most --max-num-batched-tokens")
     max_num_batched_tokens: int = Field(512, ge=1, description="token budget of one step, decodes first")
     max_waiting: int = Field(1024, ge=1, description="most requests that wait here; beyond it they are shed")
     speculation: Literal["none", "ngram", "draft", "eagle", "auto"] = Field(
@@ -133,6 +133,15 @@ class WorkerSettings(RoleSettings):
         if value not in (8, 16, 32, 64):
             raise ValueError("must be 8, 16, 32 or 64")
         return value
+
+    @model_validator(mode="after")
+    def _every_sequence_gets_a_token(self) -> Self:
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_seqs: must be at most max_num_batched_tokens, {self.max_num_batched_tokens}, not"
+                f" {self.max_num_seqs}: each sequence gets a token in every step"
+            )
+        return self
 
     def resolved_worker_id(self, role: str) -> str:
         """Return the name to register under."""

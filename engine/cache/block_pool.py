@@ -57,6 +57,10 @@ class BlockPool:
         """Blocks published in the prefix index."""
         return len(self._index)
 
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-num_tokens // self.block_size)
+
     def match_prefix(self, token_ids: Sequence[int], cache_salt: str = "") -> list[BlockId]:
         """Return the published blocks that hold the longest prefix of `token_ids`, first block first. Changes nothing.
 

@@ -5,7 +5,9 @@
     copy stream                                       gather, copy to pinned memory │ ...
 
 A layer is reported when its event has passed (`cuda_reports.py`), so whoever reads its blocks then waits for its own
-copy and for nothing else. Blocks that are not neighbours are gathered by one kernel and cross the bus as one copy.
+copy and for nothing else. A write waits for the end of the newest step that was launched: a step that samples nothing
+returns before the device has run it, so a chunk of a sequence that has ended since may still write into blocks that
+somebody else has by now. Blocks that are not neighbours are gathered by one kernel and cross the bus as one copy.
 Also here: how many blocks fit into the memory that is free.
 """
 
@@ -79,6 +81,7 @@ class DeviceKvCache(KvCache):
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None
         self._written = [torch.cuda.Event(blocking=True) for _ in range(layout.num_layers)] if self._is_cuda else []
+        self._step_end = torch.cuda.Event() if self._is_cuda else None
         self._reports = LayerReports()
         self._memory = TensorMemory(device, self._stream)
         self._staged = torch.empty(0, layout.block_bytes, dtype=torch.uint8, device=device)
@@ -99,6 +102,11 @@ class DeviceKvCache(KvCache):
         event.record()
         if on_layer is not None:
             self._reports.report(event.synchronize, layer, on_layer)
+
+    def end_step(self) -> None:
+        """See `KvCache.end_step`. Notes it on the current stream, the one that computes."""
+        if self._step_end is not None:
+            self._step_end.record()
 
     def finish_reports(self) -> None:
         """Return when every layer marked so far has been reported.
@@ -134,6 +142,7 @@ class DeviceKvCache(KvCache):
             return
         with self._lock, torch.cuda.stream(self._stream):
             staged, pinned = self._staging(len(block_ids))
+            self._wait_for_step()
             np.copyto(pinned.numpy(), source)
             staged.copy_(pinned, non_blocking=True)
             self._move(layer, block_ids, staged, is_export=False)
@@ -166,6 +175,7 @@ class DeviceKvCache(KvCache):
         self._check(layer, block_ids)
         rows = self._device_rows(payload, len(block_ids))
         with self._lock, torch.cuda.stream(self._stream):
+            self._wait_for_step()
             self._move(layer, block_ids, rows, is_export=False)
             self._finish()
 
@@ -180,6 +190,7 @@ class DeviceKvCache(KvCache):
     ) -> None:
         """See `KvCache.write_converted`. The tokens are in the cache for every stream when it returns."""
         with self._lock, torch.cuda.stream(self._stream):
+            self._wait_for_step()
             super().write_converted(layer, token_start, num_tokens, block_ids, payload, source)
             self._finish()
 
@@ -214,6 +225,12 @@ class DeviceKvCache(KvCache):
             self._staged = torch.empty(shape, dtype=torch.uint8, device=self.bytes.device)
             self._pinned = torch.empty(shape, dtype=torch.uint8, pin_memory=self._is_cuda)
         return self._staged[:num_blocks], self._pinned[:num_blocks]
+
+    def _wait_for_step(self) -> None:
+        """Let what follows on the copy stream start when the device has run every step that ended here."""
+        # Blocks change hands between steps, so a step that is being launched now writes into none of the caller's.
+        if self._stream is not None and self._step_end is not None:
+            self._stream.wait_event(self._step_end)
 
     def _finish(self) -> None:
         if self._stream is not None:

@@ -64,6 +64,9 @@ class KvCache:
         # On the CPU numpy copies between the cache and a buffer directly, without the GIL.
         self._host_rows: _Bytes | None = self.bytes.numpy() if device.type == "cpu" else None
 
+    def end_step(self) -> None:
+        """Note that all of a step has been launched. Called on the engine's thread, before blocks change hands."""
+
     def close(self) -> None:
         """End what works for the cache beside its caller; nothing does on the CPU."""
 

@@ -1,19 +1,24 @@
 """One step's decisions: who runs, how many tokens of each, whose blocks are taken back.
 
 Decodes go first, then prefill chunks share what is left of the token budget, so that a long prompt never stalls a
-running stream. When blocks run out the sequence with the fewest computed tokens is preempted: recomputing it costs
-least. Torch-free; lives on the engine's thread.
+running stream; drafts take what then remains. When blocks run out a sequence is preempted. Who goes first and who gives
+way: `order.py`; blocks for drafts: `draft_room.py`. Torch-free; lives on the engine's thread.
 """
 
 import bisect
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 
 from engine.cache.block_pool import BlockPool
 from engine.config import SchedulerConfig
-from engine.errors import CapacityError, ContextTooLong, EngineError
+from engine.errors import CapacityError, EngineError
+from engine.scheduler.draft_room import DraftRoom
+from engine.scheduler.limits import check_fits
+from engine.scheduler.order import goes_first, victim_of
 from engine.scheduler.plan import SampledTokens, ScheduledChunk, StepPlan, StepResult
+from engine.scheduler.trial import tried_alone
 from engine.sequence import Sequence, SequenceStatus
-from engine.types import FinishReason, PrefillTiming, RequestId, SequenceOutput
+from engine.types import BlockId, FinishReason, PrefillTiming, RequestId, SequenceOutput
 
 
 class Scheduler:
@@ -23,6 +28,8 @@ class Scheduler:
         - A sequence is in exactly one of `_waiting`, `_running`, `_parked` (reserved or held), or gone.
         - Every block of the pool is free or in the tables of sequences held here; nobody else allocates.
         - A running sequence's block table covers its computed tokens.
+        - Sequences with a seat (running, reserved, waiting with blocks) are at most `max_num_seqs`, so that each of
+          them can have a token in every step.
     """
 
     def __init__(
@@ -30,6 +37,7 @@ class Scheduler:
     ) -> None:
         self._config = config
         self._pool = pool
+        self._draft_room = DraftRoom(pool, max_position)
         self._max_position = max_position
         self._eos_token_ids = eos_token_ids
         self._waiting: list[Sequence] = []
@@ -84,7 +92,7 @@ class Scheduler:
             ContextTooLong: It can never fit.
             CapacityError: Too many are waiting.
         """
-        self._check_fits(sequence)
+        check_fits(sequence, self._pool, self._max_position)
         if len(self._waiting) >= self._config.max_waiting:
             raise CapacityError(f"{len(self._waiting)} requests are waiting already")
         self._register(sequence)
@@ -93,13 +101,14 @@ class Scheduler:
     def reserve(self, sequence: Sequence) -> bool:
         """Grant blocks for the prompt and the first step, or return False for "not now".
 
-        The sequence is parked until `activate`, `queue_reserved` or `remove`.
+        The sequence is parked until `activate`, `queue_reserved` or `remove`. Refused while somebody at least as urgent
+        waits for blocks: reservations would take what a preempted sequence needs as soon as it is free.
 
         Raises:
             ContextTooLong: It can never fit.
         """
-        self._check_fits(sequence)
-        if len(self._running) + len(self._parked) >= self._config.max_num_seqs:
+        check_fits(sequence, self._pool, self._max_position)
+        if self._num_seats_taken >= self._config.max_num_seqs or not goes_first(self._waiting, sequence):
             return False
         if not self._allocate_first(sequence, sequence.num_tokens + 1):
             return False
@@ -140,14 +149,10 @@ class Scheduler:
     def look_ahead(self, num_draft_tokens: int) -> None:
         """Give decodes the blocks that drafting so many tokens before the next plan writes into.
 
-        Only as far as nobody misses them: each running sequence is left a free block, and nobody is preempted.
+        Only as far as nobody misses them; `plan` takes them back before anybody is preempted.
         """
         for sequence in self.decodes():
-            remaining = sequence.sampling_params.max_tokens - sequence.num_output_tokens
-            count = max(0, min(num_draft_tokens, remaining - 1, self._max_position - sequence.num_tokens - 1))
-            missing = self._num_blocks(sequence.num_tokens + count) - len(sequence.block_table)
-            if 0 < missing <= self._pool.num_free_blocks - len(self._running):
-                sequence.block_table.extend(self._pool.allocate(missing) or ())
+            self._draft_room.make(sequence, num_draft_tokens, self._num_blocks_missed)
 
     def plan(self, now_ns: int, drafts: Mapping[RequestId, tuple[int, ...]] | None = None) -> StepPlan:
         """Choose the next step's chunks and allocate their blocks.
@@ -156,33 +161,24 @@ class Scheduler:
             now_ns: Monotonic time, for timings.
             drafts: Proposed tokens by sequence; cut to what budget, limits and free blocks allow.
         """
-        budget = self._config.max_num_batched_tokens
-        chunks: list[ScheduledChunk] = []
+        self._grow_decodes()
         decodes = self.decodes()
-        prefills = [s for s in self._running if s.num_uncomputed_tokens > 1]
-        for num_before, sequence in enumerate(decodes):
-            if budget == 0:
-                break
-            # An earlier sequence's growth may have preempted this one.
-            if sequence.status is SequenceStatus.RUNNING and self._grow(sequence, chunks):
-                proposed = drafts.get(sequence.request_id, ()) if drafts else ()
-                num_after = len(decodes) - num_before - 1
-                accepted = self._fit_drafts(sequence, proposed, budget - 1 - num_after)
-                chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, 1, True, accepted))
-                budget -= chunks[-1].num_rows
-        for sequence in prefills:
-            if budget == 0:
-                break
-            if sequence.status is SequenceStatus.RUNNING:
+        chunks = [ScheduledChunk(sequence, sequence.num_computed_tokens, 1, samples=True) for sequence in decodes]
+        budget = self._config.max_num_batched_tokens - len(chunks)
+        for sequence in self._running:
+            if budget > 0 and sequence.num_uncomputed_tokens > 1:
                 budget -= self._add_prefill_chunk(sequence, budget, chunks)
-        while budget > 0 and self._waiting and len(self._running) < self._config.max_num_seqs:
+        while budget > 0 and self._waiting:
             sequence = self._waiting[0]
             if not self._admit(sequence):
                 break
             if sequence.first_scheduled_ns is None:
                 sequence.first_scheduled_ns = now_ns
             budget -= self._add_prefill_chunk(sequence, budget, chunks)
-        return StepPlan(tuple(chunks))
+        if drafts:
+            num_left = self._num_blocks_missed
+            chunks[: len(decodes)] = self._draft_room.fill(chunks[: len(decodes)], drafts, budget, num_left)
+        return StepPlan(tried_alone(chunks))
 
     def apply(self, plan: StepPlan, result: StepResult, now_ns: int) -> list[SequenceOutput]:
         """Take over a step's result: advance counts, publish blocks, append tokens, finish sequences."""
@@ -191,6 +187,7 @@ class Scheduler:
         for chunk in plan.chunks:
             if chunk.samples:
                 outputs.append(self._append(chunk, next(sampled), now_ns))
+                chunk.sequence.is_on_trial = False
             else:
                 chunk.sequence.num_computed_tokens = chunk.end
                 self._publish_computed(chunk.sequence)
@@ -204,6 +201,8 @@ class Scheduler:
         for sequence in self._running:
             if len(sequence.block_table) * self._pool.block_size < sequence.num_computed_tokens:
                 raise AssertionError(f"scheduler: blocks of request {sequence.request_id} do not cover its KV")
+        if self._num_seats_taken > self._config.max_num_seqs:
+            raise AssertionError("scheduler: more sequences have a seat than a step may have")
         held = {block_id for sequence in groups for block_id in sequence.block_table}
         if len(held) + self._pool.num_free_blocks != self._pool.num_blocks:
             raise AssertionError("scheduler: free + held is not the pool's size")
@@ -211,20 +210,11 @@ class Scheduler:
 
     # --- details --------------------------------------------------------------------------------------------------
 
-    def _check_fits(self, sequence: Sequence) -> None:
-        longest = sequence.num_prompt_tokens + sequence.sampling_params.max_tokens
-        if longest > self._max_position:
-            raise ContextTooLong(
-                "sampling_params.max_tokens",
-                f"prompt and output together take {longest} tokens; the model's context holds {self._max_position}",
-            )
-        needed = sequence.num_tokens if sequence.is_handoff else longest
-        capacity = self._pool.num_blocks * self._pool.block_size
-        if needed > capacity:
-            raise ContextTooLong(
-                "sampling_params.max_tokens",
-                f"the request takes up to {needed} tokens here; this worker's KV cache holds {capacity}",
-            )
+    @property
+    def _num_seats_taken(self) -> int:
+        """Sequences that take part in steps, or will without being asked for blocks again."""
+        num_reserved = sum(s.status is SequenceStatus.RESERVED for s in self._parked.values())
+        return len(self._running) + num_reserved + sum(bool(s.block_table) for s in self._waiting)
 
     def _register(self, sequence: Sequence) -> None:
         if sequence.request_id in self._by_id:
@@ -243,9 +233,11 @@ class Scheduler:
         del self._parked[sequence.request_id]
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Move the head of the waiting line to the running ones if its blocks are there."""
-        if not sequence.block_table and not self._allocate_first(sequence, sequence.num_tokens):
-            return False
+        """Move the head of the waiting line to the running ones if there is a seat and its blocks are there."""
+        if not sequence.block_table:
+            has_seat = self._num_seats_taken < self._config.max_num_seqs
+            if not has_seat or not self._allocate_first(sequence, sequence.num_tokens):
+                return False
         del self._waiting[0]
         sequence.status = SequenceStatus.RUNNING
         self._running.append(sequence)
@@ -254,7 +246,7 @@ class Scheduler:
     def _allocate_first(self, sequence: Sequence, num_tokens: int) -> bool:
         """Give a sequence without blocks its cached prefix and fresh blocks up to `num_tokens`, all or nothing."""
         prefix = self._pool.match_prefix(sequence.token_ids, sequence.request.cache_salt)
-        fresh = self._pool.allocate(self._num_blocks(num_tokens) - len(prefix), prefix)
+        fresh = self._allocate(self._pool.blocks_for(num_tokens) - len(prefix), prefix)
         if fresh is None:
             return False
         sequence.block_table = [*prefix, *fresh]
@@ -267,8 +259,12 @@ class Scheduler:
             self.num_cache_hit_tokens += num_cached
         return True
 
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._pool.block_size)
+    def _allocate(self, num_blocks: int, prefix: SequenceOf[BlockId] = ()) -> list[BlockId] | None:
+        """Like `BlockPool.allocate`, but blocks that others have for drafts only are taken back first."""
+        while (fresh := self._pool.allocate(num_blocks, prefix)) is None:
+            if not self._draft_room.take_back(self._running):
+                return None
+        return fresh
 
     def _add_prefill_chunk(self, sequence: Sequence, budget: int, chunks: list[ScheduledChunk]) -> int:
         """Append the next chunk of a prefilling sequence; returns its tokens. Its blocks were granted at admission."""
@@ -277,22 +273,17 @@ class Scheduler:
         chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, num_tokens, samples))
         return num_tokens
 
-    def _grow(self, sequence: Sequence, chunks: list[ScheduledChunk]) -> bool:
-        """Make room for one more token, preempting others or, last, the sequence itself (then False)."""
-        missing = self._num_blocks(sequence.num_tokens) - len(sequence.block_table)
-        while missing > 0:
-            fresh = self._pool.allocate(missing)
-            if fresh is not None:
-                sequence.block_table.extend(fresh)
-                return True
-            planned = {id(chunk.sequence) for chunk in chunks}
-            victims = [s for s in self._running if id(s) not in planned]
-            # Least urgent first, then least computed, then last to arrive. `sequence` itself is always a candidate.
-            victim = min(victims, key=lambda s: (-s.request.priority, s.num_computed_tokens, -s.arrival))
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-        return True
+    def _grow_decodes(self) -> None:
+        """Make room for one more token of every decode, preempting whoever must give way."""
+        for sequence in self.decodes():
+            # An earlier sequence's growth may have preempted this one, and this one's may preempt an earlier one.
+            while sequence.status is SequenceStatus.RUNNING:
+                missing = self._pool.blocks_for(sequence.num_tokens) - len(sequence.block_table)
+                fresh = self._allocate(missing) if missing > 0 else []
+                if fresh is not None:
+                    sequence.block_table.extend(fresh)
+                    break
+                self._preempt(victim_of(self._running, sequence))
 
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
@@ -312,20 +303,10 @@ class Scheduler:
             )
             sequence.block_hashes.append(block_hash)
 
-    def _fit_drafts(self, sequence: Sequence, proposed: tuple[int, ...], budget: int) -> tuple[int, ...]:
-        """Cut drafts to what can be used and has blocks; nobody is preempted for a guess."""
-        # One step yields one token more than it has drafts, so the last token allowed needs none.
-        remaining = sequence.sampling_params.max_tokens - sequence.num_output_tokens
-        room = self._max_position - sequence.num_tokens
-        count = max(0, min(len(proposed), budget, remaining - 1, room - 1))
-        missing = self._num_blocks(sequence.num_tokens + count) - len(sequence.block_table)
-        if missing > 0:
-            fresh = self._pool.allocate(missing)
-            if fresh is None:
-                count = len(sequence.block_table) * self._pool.block_size - sequence.num_tokens
-            else:
-                sequence.block_table.extend(fresh)
-        return proposed[:count]
+    @property
+    def _num_blocks_missed(self) -> int:
+        """Free blocks that drafts leave to others: one per running sequence for its next token, all if one waits."""
+        return self._pool.num_blocks if self._waiting else len(self._running)
 
     def _append(self, chunk: ScheduledChunk, sampled: SampledTokens, now_ns: int) -> SequenceOutput:
         """Take over the tokens after a chunk up to the one that ends the request, and drop KV of rejected drafts."""

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvrelay.v1 import sampling_pb2 as kvrelay_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvrelay/v1/session.proto\x12\nkvrelay.v1\x1a\x19kvrelay/v1/sampling.proto\"\xf8\x01\n\rEngineRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x33\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\x36\n\x13\x62\x61\x64_words_token_ids\x18\x06 \x03(\x0b\x32\x19.kvrelay.v1.TokenSequence\x12\x12\n\ntimeout_ms\x18\x07 \x01(\x04\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"#\n\x0c\x41\x62ortCommand\x12\x13\n\x0brequest_ids\x18\x01 \x03(\x04\"6\n\nStepOutput\x12(\n\x07outputs\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.TokenOutput\"\xfe\x02\n\x0bTokenOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0btoken_index\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12.\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1c.kvrelay.v1.PositionLogprobs\x12/\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12\"\n\x15matched_stop_token_id\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11num_cached_tokens\x18\x08 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\t \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\n \x01(\r\x12\x31\n\x0eprefill_timing\x18\x0b \x01(\x0b\x32\x19.kvrelay.v1.PrefillTimingB\x18\n\x16_matched_stop_token_id\"5\n\rPrefillTiming\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x12\n\nprefill_ns\x18\x02 \x01(\x04\"C\n\x0cRequestError\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06status\x18\x03 \x01(\x0c\"L\n\x0cSessionReady\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x14\n\x0clease_ttl_ms\x18\x03 \x01(\x04\"o\n\rTransferStats\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x12\n\nnum_frames\x18\x02 \x01(\r\x12\x10\n\x08total_ns\x18\x03 \x01(\x04\x12\x12\n\nexposed_ns\x18\x04 \x01(\x04\x12\x11\n\ttransport\x18\x05 \x01(\t\"\xa8\x02\n\nWorkerLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x12\n\nnum_leases\x18\x05 \x01(\r\x12\x13\n\x0bis_draining\x18\x06 \x01(\x08\x12\x1a\n\x12num_waiting_tokens\x18\x07 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x08 \x01(\x04\x12\x1c\n\x14num_cache_hit_tokens\x18\t \x01(\x04\x12\x1e\n\x16num_cache_query_tokens\x18\n \x01(\x04\x12\x13\n\x0bstep_age_ms\x18\x0b \x01(\x04\x12\x12\n\nis_stalled\x18\x0c \x01(\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvrelay/v1/session.proto\x12\nkvrelay.v1\x1a\x19kvrelay/v1/sampling.proto\"\x8c\x02\n\rEngineRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x33\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\x36\n\x13\x62\x61\x64_words_token_ids\x18\x06 \x03(\x0b\x32\x19.kvrelay.v1.TokenSequence\x12\x12\n\ntimeout_ms\x18\x07 \x01(\x04\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x12\x12\n\nis_suspect\x18\t \x01(\x08\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"#\n\x0c\x41\x62ortCommand\x12\x13\n\x0brequest_ids\x18\x01 \x03(\x04\"6\n\nStepOutput\x12(\n\x07outputs\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.TokenOutput\"\xfe\x02\n\x0bTokenOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0btoken_index\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12.\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1c.kvrelay.v1.PositionLogprobs\x12/\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12\"\n\x15matched_stop_token_id\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11num_cached_tokens\x18\x08 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\t \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\n \x01(\r\x12\x31\n\x0eprefill_timing\x18\x0b \x01(\x0b\x32\x19.kvrelay.v1.PrefillTimingB\x18\n\x16_matched_stop_token_id\"5\n\rPrefillTiming\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x12\n\nprefill_ns\x18\x02 \x01(\x04\"C\n\x0cRequestError\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06status\x18\x03 \x01(\x0c\"L\n\x0cSessionReady\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x14\n\x0clease_ttl_ms\x18\x03 \x01(\x04\"o\n\rTransferStats\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x12\n\nnum_frames\x18\x02 \x01(\r\x12\x10\n\x08total_ns\x18\x03 \x01(\x04\x12\x12\n\nexposed_ns\x18\x04 \x01(\x04\x12\x11\n\ttransport\x18\x05 \x01(\t\"\xa8\x02\n\nWorkerLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x12\n\nnum_leases\x18\x05 \x01(\r\x12\x13\n\x0bis_draining\x18\x06 \x01(\x08\x12\x1a\n\x12num_waiting_tokens\x18\x07 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x08 \x01(\x04\x12\x1c\n\x14num_cache_hit_tokens\x18\t \x01(\x04\x12\x1e\n\x16num_cache_query_tokens\x18\n \x01(\x04\x12\x13\n\x0bstep_age_ms\x18\x0b \x01(\x04\x12\x12\n\nis_stalled\x18\x0c \x01(\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,23 +33,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.v1.session_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ENGINEREQUEST']._serialized_start=68
-  _globals['_ENGINEREQUEST']._serialized_end=316
-  _globals['_TOKENSEQUENCE']._serialized_start=318
-  _globals['_TOKENSEQUENCE']._serialized_end=352
-  _globals['_ABORTCOMMAND']._serialized_start=354
-  _globals['_ABORTCOMMAND']._serialized_end=389
-  _globals['_STEPOUTPUT']._serialized_start=391
-  _globals['_STEPOUTPUT']._serialized_end=445
-  _globals['_TOKENOUTPUT']._serialized_start=448
-  _globals['_TOKENOUTPUT']._serialized_end=830
-  _globals['_PREFILLTIMING']._serialized_start=832
-  _globals['_PREFILLTIMING']._serialized_end=885
-  _globals['_REQUESTERROR']._serialized_start=887
-  _globals['_REQUESTERROR']._serialized_end=954
-  _globals['_SESSIONREADY']._serialized_start=956
-  _globals['_SESSIONREADY']._serialized_end=1032
-  _globals['_TRANSFERSTATS']._serialized_start=1034
-  _globals['_TRANSFERSTATS']._serialized_end=1145
-  _globals['_WORKERLOAD']._serialized_start=1148
-  _globals['_WORKERLOAD']._serialized_end=1444
+  _globals['_ENGINEREQUEST']._serialized_end=336
+  _globals['_TOKENSEQUENCE']._serialized_start=338
+  _globals['_TOKENSEQUENCE']._serialized_end=372
+  _globals['_ABORTCOMMAND']._serialized_start=374
+  _globals['_ABORTCOMMAND']._serialized_end=409
+  _globals['_STEPOUTPUT']._serialized_start=411
+  _globals['_STEPOUTPUT']._serialized_end=465
+  _globals['_TOKENOUTPUT']._serialized_start=468
+  _globals['_TOKENOUTPUT']._serialized_end=850
+  _globals['_PREFILLTIMING']._serialized_start=852
+  _globals['_PREFILLTIMING']._serialized_end=905
+  _globals['_REQUESTERROR']._serialized_start=907
+  _globals['_REQUESTERROR']._serialized_end=974
+  _globals['_SESSIONREADY']._serialized_start=976
+  _globals['_SESSIONREADY']._serialized_end=1052
+  _globals['_TRANSFERSTATS']._serialized_start=1054
+  _globals['_TRANSFERSTATS']._serialized_end=1165
+  _globals['_WORKERLOAD']._serialized_start=1168
+  _globals['_WORKERLOAD']._serialized_end=1464
 # @@protoc_insertion_point(module_scope)

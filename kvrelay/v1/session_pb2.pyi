@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class EngineRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "token_ids", "num_prompt_tokens", "sampling_params", "bad_words_token_ids", "timeout_ms", "traceparent")
+    __slots__ = ("request_id", "attempt", "token_ids", "num_prompt_tokens", "sampling_params", "bad_words_token_ids", "timeout_ms", "traceparent", "is_suspect")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class EngineRequest(_message.Message):
     BAD_WORDS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    IS_SUSPECT_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     attempt: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -25,7 +26,8 @@ class EngineRequest(_message.Message):
     bad_words_token_ids: _containers.RepeatedCompositeFieldContainer[TokenSequence]
     timeout_ms: int
     traceparent: str
-    def __init__(self, request_id: _Optional[int] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., bad_words_token_ids: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., timeout_ms: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    is_suspect: bool
+    def __init__(self, request_id: _Optional[int] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., bad_words_token_ids: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., timeout_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., is_suspect: _Optional[bool] = ...) -> None: ...
 
 class TokenSequence(_message.Message):
     __slots__ = ("token_ids",)

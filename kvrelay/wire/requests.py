@@ -99,6 +99,7 @@ def engine_request_to_proto(
         bad_words_token_ids=[session_pb2.TokenSequence(token_ids=word) for word in request.sampling_params.bad_words],
         timeout_ms=timeout_ms,
         traceparent=traceparent,
+        is_suspect=request.is_suspect,
     )
 
 
@@ -112,6 +113,7 @@ def engine_request_from_proto(message: session_pb2.EngineRequest) -> EngineReque
         num_prompt_tokens=message.num_prompt_tokens,
         cache_salt=message.sampling_params.cache_salt,
         priority=message.sampling_params.priority,
+        is_suspect=message.is_suspect,
     )
 
 

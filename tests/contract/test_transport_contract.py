@@ -11,7 +11,7 @@ from engine.types import Epoch, LeaseId
 from kv_transfer.frame import Frame, FrameKind, seal, verify
 from kv_transfer.transport import Connection, ConnectionClosed, Transport
 from tests.fakes_handoff import until
-from tests.transports import TRANSPORTS, Accepted, connected, echo, kv_frame, within
+from tests.transports import TRANSPORTS, Accepted, connect, connected, echo, kv_frame, welcoming, within
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -120,8 +120,8 @@ async def test_many_tasks_share_a_connection(transport: Transport) -> None:
 
 
 async def test_one_listener_serves_many_connections(transport: Transport) -> None:
-    listener = await transport.listen(echo)
-    connections = await asyncio.gather(*(transport.connect(listener.address, 5.0) for _ in range(5)))
+    listener = await transport.listen(welcoming(echo))
+    connections = await asyncio.gather(*(connect(transport, listener.address) for _ in range(5)))
     for number, connection in enumerate(connections):
         await connection.send(kv_frame(bytes([number]) * 9000))
     for number, connection in enumerate(connections):

@@ -12,16 +12,16 @@ import pytest
 
 from kv_transfer.frame import verify
 from kv_transfer.transport import ConnectionClosed
-from tests.transports import BETWEEN_PROCESSES, TRANSPORTS, kv_frame, send_all, within
+from tests.transports import BETWEEN_PROCESSES, TRANSPORTS, connect, kv_frame, send_all, within
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 _PEER = """
 import asyncio, sys
-from tests.transports import TRANSPORTS, echo
+from tests.transports import TRANSPORTS, echo, welcoming
 
 async def main():
-    listener = await TRANSPORTS[sys.argv[1]]().listen(echo)
+    listener = await TRANSPORTS[sys.argv[1]]().listen(welcoming(echo))
     print(listener.address, flush=True)
     await asyncio.Event().wait()
 
@@ -56,7 +56,7 @@ async def peer_process(name: str) -> AsyncIterator[tuple[asyncio.subprocess.Proc
 @pytest.mark.parametrize("name", BETWEEN_PROCESSES)
 async def test_frames_pass_between_processes_and_a_killed_peer_is_noticed(name: str) -> None:
     async with peer_process(name) as (process, address):
-        connection = await TRANSPORTS[name]().connect(address, 5.0)
+        connection = await connect(TRANSPORTS[name](), address)
         for size in (10, 3 << 20):
             await connection.send(kv_frame(bytes(size)))
             frame = await connection.recv()
@@ -76,7 +76,7 @@ async def test_frames_pass_between_processes_and_a_killed_peer_is_noticed(name: 
 @pytest.mark.parametrize("name", BETWEEN_PROCESSES)
 async def test_a_stopped_peer_stops_the_sender_and_can_go_on(name: str) -> None:
     async with peer_process(name) as (process, address):
-        connection = await TRANSPORTS[name]().connect(address, 5.0)
+        connection = await connect(TRANSPORTS[name](), address)
         await connection.send(kv_frame(b"x"))
         (await connection.recv()).release()
         process.send_signal(signal.SIGSTOP)

@@ -130,7 +130,7 @@ async def test_prompt_that_prefill_has_cached_is_still_sent_whole(no_leaks: None
 async def test_chunked_prefill_streams_the_same_kv(no_leaks: None, model: Path, budget: int) -> None:
     requests = _requests(8, seed=5)
     expected = run_alone(make_engine(model), requests)
-    prefill_engine = {"scheduler": SchedulerConfig(max_num_batched_tokens=budget)}
+    prefill_engine = {"scheduler": SchedulerConfig(max_num_seqs=min(64, budget), max_num_batched_tokens=budget)}
     async with run_pair(model, prefill_engine=prefill_engine) as pair:
         assert await _serve(pair, requests) == expected
 

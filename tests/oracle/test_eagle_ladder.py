@@ -91,7 +91,9 @@ def test_drafts_are_the_same_after_a_chunked_prefill(quantized: FolderOf) -> Non
     counts = []
     for budget in (512, 7):
         drafting = make_drafting(
-            quantized("llama"), scheduler=SchedulerConfig(max_num_batched_tokens=budget), prefix_cache=False
+            quantized("llama"),
+            scheduler=SchedulerConfig(max_num_seqs=min(64, budget), max_num_batched_tokens=budget),
+            prefix_cache=False,
         )
         drafting.engine.add(make_request(1, range(5, 60), max_tokens=40, ignore_eos=True))
         run_to_end(drafting.engine)

@@ -72,7 +72,9 @@ def test_requests_that_join_and_leave_midway_change_nothing_for_the_others(tiny_
 def test_chunked_prefill_equals_whole(tiny_folder: FolderOf, budget: int) -> None:
     requests = _requests(6, seed=1)
     whole = run_alone(make_engine(tiny_folder("qwen3")), requests)
-    engine = make_engine(tiny_folder("qwen3"), scheduler=SchedulerConfig(max_num_batched_tokens=budget))
+    engine = make_engine(
+        tiny_folder("qwen3"), scheduler=SchedulerConfig(max_num_seqs=min(64, budget), max_num_batched_tokens=budget)
+    )
     for request in requests:
         engine.add(request)
     assert run_to_end(engine) == whole
@@ -165,3 +167,18 @@ def test_logprobs_do_not_depend_on_the_batch(tiny_folder: FolderOf) -> None:
     together, alone = collect(True), collect(False)
     assert together == alone
     assert all(len(entry) == 4 for entries in together.values() for entry in entries)
+
+
+def test_every_step_says_that_it_is_launched_before_blocks_change_hands(
+    tiny_folder: FolderOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(tiny_folder("llama"), scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=8))
+    num_free: list[int] = []
+    monkeypatch.setattr(engine.kv_cache, "end_step", lambda: num_free.append(engine.pool.num_free_blocks))
+    engine.add(make_request(1, range(5, 25), max_tokens=1))
+    num_steps = 0
+    while engine.has_work:
+        engine.step()
+        num_steps += 1
+    assert num_free == [254] * num_steps  # in the last one, too, which ends the request
+    assert num_steps == 3

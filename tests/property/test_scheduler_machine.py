@@ -51,7 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(4, 24), budget=st.integers(1, 40), max_num_seqs=st.integers(1, 6))
     def start(self, num_blocks: int, budget: int, max_num_seqs: int) -> None:
         self.pool = BlockPool(num_blocks, BLOCK)
-        config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_waiting=5)
+        config = SchedulerConfig(max_num_seqs=min(max_num_seqs, budget), max_num_batched_tokens=budget, max_waiting=5)
         self.scheduler = Scheduler(config, self.pool, max_position=150, eos_token_ids=frozenset({EOS}))
         self.expected: dict[int, list[int]] = {}
         self.received: dict[int, list[int]] = {}

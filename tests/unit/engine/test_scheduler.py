@@ -18,6 +18,8 @@ EOS = 2
 
 def _scheduler(num_blocks: int = 32, max_position: Any = 512, **config: Any) -> Scheduler:
     pool = BlockPool(num_blocks, BLOCK)
+    # As many sequences as a small budget allows.
+    config = {"max_num_seqs": min(64, config.get("max_num_batched_tokens", 64))} | config
     return Scheduler(SchedulerConfig(**config), pool, max_position=max_position, eos_token_ids=frozenset({EOS}))
 
 
@@ -291,3 +293,20 @@ def test_timing_comes_with_the_first_token_only() -> None:
     assert outputs[0].prefill_timing is not None
     assert outputs[0].prefill_timing.prefill_ns == 1
     assert outputs[1].prefill_timing is None
+
+
+def test_suspects_take_their_first_sampled_step_alone_one_after_the_other() -> None:
+    """Nobody is beside a sequence on trial; who was planned beside it comes in the steps behind."""
+    scheduler = _scheduler(max_num_batched_tokens=32)
+    scheduler.add(_sequence(1, 5, max_tokens=30))
+    _step(scheduler)
+    for request_id in (2, 3):
+        sequence = _sequence(request_id, 40, max_tokens=30)
+        sequence.is_on_trial = True
+        scheduler.add(sequence)
+    steps = [[(chunk.sequence.request_id, chunk.samples) for chunk in _step(scheduler)[0].chunks] for _ in range(8)]
+    for request_id in (2, 3):
+        assert next(step for step in steps if (request_id, True) in step) == [(request_id, True)]
+    # What does not sample is computed beside others, and who has passed its trial is as good as any.
+    assert steps[0] == [(1, True), (2, False)]
+    assert steps[-1] == [(1, True), (2, True), (3, True)]

@@ -18,7 +18,8 @@ from kv_transfer import shm as shm_module
 from kv_transfer.address import host_token, parse_address
 from kv_transfer.frame import HEADER_BYTES, FrameError, FrameKind, encode_header, seal
 from kv_transfer.shm import ShmTransport
-from kv_transfer.shm_wire import INLINE_BYTES, Operation, exchange_rings
+from kv_transfer.shm_handshake import exchange_rings
+from kv_transfer.shm_wire import INLINE_BYTES, Operation
 from kv_transfer.transport import Connection, ConnectionClosed
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -77,7 +78,7 @@ async def raw_connection() -> AsyncIterator[tuple[RawPeer, Connection]]:
         ring = sealed_ring()
         peer.greet([ring])
         os.close(ring)
-        connection = await exchange_rings(theirs, RING_BYTES)
+        connection = await exchange_rings(theirs, RING_BYTES, is_peer_known=True)
         try:
             yield peer, connection
         finally:
@@ -91,7 +92,7 @@ async def test_a_ring_that_its_owner_could_truncate_is_refused(seals: int) -> No
         peer.greet([ring])
         os.close(ring)
         with pytest.raises(PeerUnavailable, match="sealed"):
-            await exchange_rings(theirs, RING_BYTES)
+            await exchange_rings(theirs, RING_BYTES, is_peer_known=True)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ async def test_a_greeting_that_does_not_fit_the_ring_is_refused(size: int, magic
         peer.greet([ring], size, magic)
         os.close(ring)
         with pytest.raises(PeerUnavailable):
-            await exchange_rings(theirs, RING_BYTES)
+            await exchange_rings(theirs, RING_BYTES, is_peer_known=True)
 
 
 @pytest.mark.parametrize("num_descriptors", [0, 2, 7])
@@ -114,7 +115,7 @@ async def test_a_greeting_carries_exactly_one_descriptor_and_none_leaks(num_desc
         for ring in rings:
             os.close(ring)
         with pytest.raises(PeerUnavailable, match="carries no ring"):
-            await exchange_rings(theirs, RING_BYTES)
+            await exchange_rings(theirs, RING_BYTES, is_peer_known=True)
 
 
 async def test_a_descriptor_that_is_no_memory_file_is_refused() -> None:
@@ -124,7 +125,7 @@ async def test_a_descriptor_that_is_no_memory_file_is_refused() -> None:
         os.close(left)
         os.close(right)
         with pytest.raises(PeerUnavailable, match="cannot be mapped"):
-            await exchange_rings(theirs, RING_BYTES)
+            await exchange_rings(theirs, RING_BYTES, is_peer_known=True)
 
 
 def header(payload_bytes: int) -> bytes:
