@@ -53,7 +53,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         self._grpc_path = GrpcTransferServicer(self._handoffs.importer.serve)
         self._listeners: list[Listener] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_draining = False
+        self._is_draining = self._is_broken = False
 
     # --- TierService ----------------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
 
     def break_off(self, request_ids: Collection[RequestId], error: EngineError) -> None:
         """See `TierService.break_off`."""
-        self._is_draining = True
+        self._is_draining = self._is_broken = True
         for request_id in request_ids:
             entry = self._requests.get(request_id)
             if entry is not None:
@@ -133,6 +133,8 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         self, request_iterator: AsyncIterator[pb.DecodeServiceSessionRequest], context: Context
     ) -> AsyncIterator[pb.DecodeServiceSessionResponse]:
         """Serve one gateway until either side ends the stream."""
+        if self._is_broken:
+            raise WorkerUnavailable("this worker's engine is broken")
         session = DecodeSession()
         self._sessions[session.session_id] = session
         session.outbox.put(

@@ -94,7 +94,7 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
         self._router = OutputRouter(asyncio.get_running_loop())
         self._sessions: dict[str, _Session] = {}
         self._running: TrackedRequests[_Running] = TrackedRequests()
-        self._is_draining = False
+        self._is_draining = self._is_broken = False
 
     # --- TierService ----------------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     def break_off(self, request_ids: Collection[RequestId], error: EngineError) -> None:
         """See `TierService.break_off`."""
-        self._is_draining = True
+        self._is_draining = self._is_broken = True
         for request_id in request_ids:
             running = self._running.get(request_id)
             if running is not None:
@@ -160,6 +160,8 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
         self, request_iterator: AsyncIterator[pb.PrefillServiceSessionRequest], context: Context
     ) -> AsyncIterator[pb.PrefillServiceSessionResponse]:
         """Serve one gateway until either side ends the stream."""
+        if self._is_broken:
+            raise WorkerUnavailable("this worker's engine is broken")
         session = _Session()
         self._sessions[session.session_id] = session
         session.outbox.put(convert.ready_event(self._context.worker_id, self._context.incarnation))

@@ -1,10 +1,12 @@
 """Sends the worker's load to every session: when it changes, and as a sign of life."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
+from engine.errors import DeviceError
 from kvrelay.v1 import session_pb2
 from worker.step_watch import StepWatch
 
@@ -44,7 +46,11 @@ class LoadReporter:
         self._told_at: dict[int, float] = {}
 
     async def run(self) -> None:
-        """Report until cancelled."""
+        """Report until cancelled, or until the engine is gone; whoever ends the process then says why."""
+        with contextlib.suppress(DeviceError):
+            await self._report()
+
+    async def _report(self) -> None:
         reading: asyncio.Task[session_pb2.WorkerLoad] | None = None
         loop = asyncio.get_running_loop()
         try:

@@ -99,7 +99,8 @@ class WorkerSettings(RoleSettings):
         300.0,
         ge=0,
         allow_inf_nan=False,
-        description="an engine step longer than this ends the process, for its supervisor to start anew; 0 = never",
+        description="an engine step longer than this ends the process, for its supervisor to start anew, and so does a"
+        " process that was stopped for as long; 0 = never",
     )
     worker_control: bool = Field(
         False,

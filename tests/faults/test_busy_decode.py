@@ -51,6 +51,10 @@ class Stream:
         return max((later - earlier for earlier, later in pairs), default=0.0)
 
     @property
+    def is_running(self) -> bool:
+        return bool(self.token_ids) and self.complete is None
+
+    @property
     def was_resumed(self) -> bool:
         return self.complete is not None and self.complete.num_attempts > 1
 
@@ -61,7 +65,7 @@ async def fixture_cluster() -> AsyncIterator[LocalCluster]:
         num_decode=2,
         restarts=True,
         gateway_args=["--worker-silence-s", str(DETECTION_S)],
-        decode_args=["--speculation", "none", "--step-stall-s", str(DETECTION_S), "--step-limit-s", "8"],
+        decode_args=["--speculation", "none", "--step-stall-s", str(DETECTION_S), "--step-limit-s", "15"],
     )
     async with LocalCluster(config, command_for=command) as cluster:
         yield cluster
@@ -98,13 +102,13 @@ async def _one(client: AsyncClient, seed: int, index: int, stream: Stream) -> St
 
 
 async def _run(client: AsyncClient, seed: int, strike: "asyncio.Future[None] | None" = None) -> list[Stream]:
-    """Run all streams; `strike` is settled when each of them is in the middle of its answer."""
+    """Run all streams; `strike` is settled when most of them are in the middle of their answers."""
     streams = [Stream() for _ in range(NUM_STREAMS)]
     running = [asyncio.create_task(_one(client, seed, index, stream)) for index, stream in enumerate(streams)]
     if strike is not None:
-        while not all(stream.token_ids for stream in streams):  # noqa: ASYNC110 - streams are filled by tasks
+        while sum(stream.is_running for stream in streams) < NUM_STREAMS * 3 // 4:
+            assert not all(stream.complete for stream in streams)
             await asyncio.sleep(0.01)
-        assert all(stream.complete is None for stream in streams)
         strike.set_result(None)
     return await asyncio.gather(*running)
 
@@ -121,7 +125,7 @@ def _check(streams: list[Stream], expected: list[Stream], longest_pause_s: float
     """Every stream has its tokens, some were resumed, and no pause was longer than allowed."""
     assert [stream.token_ids for stream in streams] == [stream.token_ids for stream in expected]
     resumed = [stream for stream in streams if stream.was_resumed]
-    # Both workers were running about half of the streams.
+    # Both workers were running about half of those that ran.
     assert len(resumed) >= NUM_STREAMS // 4
     assert all(stream.complete is not None and stream.complete.decode_worker == "decode-1" for stream in resumed)
     pauses = sorted(stream.longest_pause_s for stream in streams)
