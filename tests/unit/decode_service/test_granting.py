@@ -77,8 +77,8 @@ class Decode:
         context = WorkerContext(
             worker_id=WorkerId("d0"),
             incarnation=Incarnation(1),
-            engine_loop=self.loop,  # type: ignore[arg-type]  # `call` is all that is used
-            kv_cache=ArrayCache(layout, num_blocks),  # type: ignore[arg-type]  # a block sink is all that is used
+            engine_loop=self.loop,  # type: ignore[arg-type]  # only `call` is used
+            kv_cache=ArrayCache(layout, num_blocks),  # type: ignore[arg-type]  # only a block sink is used
             layout=layout,
             address="127.0.0.1:1",
             spawn=lambda work, name: asyncio.get_running_loop().create_task(work, name=name),
