@@ -50,3 +50,8 @@ def committed_event(request_id: int, attempt: int, stats: TransferStats) -> Even
     return Event(
         committed=pb.CommittedEvent(request_id=request_id, attempt=attempt, transfer=transfer_stats_to_proto(stats))
     )
+
+
+def ending_event(reason: str) -> Event:
+    """Return a session's last event."""
+    return Event(ending=session_pb2.SessionEnding(reason=reason))

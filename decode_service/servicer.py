@@ -107,11 +107,16 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
             if entry is not None:
                 entry.send_error(error)
         for session in self._sessions.values():
-            session.outbox.close()
+            session.outbox.put(convert.ending_event(str(error)))
 
     def start_drain(self) -> None:
         """Refuse new requests."""
         self._is_draining = True
+
+    def end_sessions(self) -> None:
+        """See `TierService.end_sessions`."""
+        for session in self._sessions.values():
+            session.outbox.close()
 
     async def wait_idle(self) -> None:
         """Return once no request is here."""
@@ -119,8 +124,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
 
     async def close(self) -> None:
         """End every session, request and transfer."""
-        for session in list(self._sessions.values()):
-            session.outbox.close()
+        self.end_sessions()
         self._end(list(self._requests))
         for listener in self._listeners:
             await listener.close()

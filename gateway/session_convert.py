@@ -64,7 +64,14 @@ class RequestEvents:
     events: tuple[tuple[RequestId, Event], ...]
 
 
-Incoming: TypeAlias = Ready | WorkerLoad | RequestEvents
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The worker cannot go on: nothing comes behind this."""
+
+    reason: str
+
+
+Incoming: TypeAlias = Ready | WorkerLoad | RequestEvents | Ending
 
 
 class SessionCodec(Protocol):
@@ -155,6 +162,8 @@ class DecodeCodec:
                 return _load(message.load)
             case "ready":
                 return _ready(message.ready)
+            case "ending":
+                return Ending(message.ending.reason)
             case _:
                 return RequestEvents(())
 
@@ -216,6 +225,8 @@ class PrefillCodec:
                 return _load(message.load)
             case "ready":
                 return _ready(message.ready)
+            case "ending":
+                return Ending(message.ending.reason)
             case _:
                 return RequestEvents(())
 

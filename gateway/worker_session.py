@@ -25,7 +25,7 @@ from engine.types import RequestId
 from gateway.liveness import Liveness
 from gateway.mailbox import Mailbox
 from gateway.messages import Command, Event, Prefill, Reserve, SessionLost, Stalled, TransferPeer, WorkerLoad
-from gateway.session_convert import DecodeCodec, OutMessage, PrefillCodec, Ready, SessionCall, SessionCodec
+from gateway.session_convert import DecodeCodec, Ending, OutMessage, PrefillCodec, Ready, SessionCall, SessionCodec
 from gateway.worker_registry import WorkerInfo, WorkerRole
 
 _log = structlog.get_logger(__name__)
@@ -271,6 +271,8 @@ class WorkerSession:
                     ready_timer.reschedule(None)
                 elif isinstance(incoming, WorkerLoad):
                     self._take_load(incoming)
+                elif isinstance(incoming, Ending):
+                    raise WorkerUnavailable(incoming.reason)
                 else:
                     for request_id, event in incoming.events:
                         attached = self._requests.get(request_id)

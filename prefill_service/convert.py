@@ -54,3 +54,8 @@ def peers_from_proto(messages: Iterable[pb.TransferPeer]) -> list[Peer]:
         )
         for message in messages
     ]
+
+
+def ending_event(reason: str) -> Event:
+    """Return a session's last event."""
+    return Event(ending=session_pb2.SessionEnding(reason=reason))

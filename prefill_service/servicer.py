@@ -135,11 +135,16 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
                 event = request_error(request_id, running.job.attempt, error)
                 running.session.outbox.put(convert.error_event(event))
         for session in self._sessions.values():
-            session.outbox.close()
+            session.outbox.put(convert.ending_event(str(error)))
 
     def start_drain(self) -> None:
         """Refuse new requests."""
         self._is_draining = True
+
+    def end_sessions(self) -> None:
+        """See `TierService.end_sessions`."""
+        for session in self._sessions.values():
+            session.outbox.close()
 
     async def wait_idle(self) -> None:
         """Return once no job runs."""
@@ -147,8 +152,7 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     async def close(self) -> None:
         """End every session and job, then the exporter."""
-        for session in list(self._sessions.values()):
-            session.outbox.close()
+        self.end_sessions()
         entries = list(self._running)
         self._abort(entries)
         await asyncio.gather(*(entry.task for entry in entries), return_exceptions=True)

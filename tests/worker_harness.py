@@ -170,6 +170,8 @@ class Driver:
         self._tasks: list[asyncio.Task[None]] = []
         self._write_lock = asyncio.Lock()
         self.num_step_messages = 0
+        self.has_heard_the_end = False
+        """Whether a worker said that its session is over."""
         self.traceparent = ""
         """Trace context that goes with every command."""
 
@@ -220,6 +222,8 @@ class Driver:
                     self.num_step_messages += 1
                     for output in event.step.outputs:
                         self._put(output.request_id, output_from_proto(output))
+                case "ending":
+                    self.has_heard_the_end = True
                 case "reserved" | "committed" | "exported" | "error" as name:
                     body = getattr(event, name)
                     self._put(body.request_id, body)

@@ -30,8 +30,7 @@ from worker.worker_servicer import WorkerServicer
 WORKER_SERVICE = "kvrelay.v1.WorkerService"
 LOAD_PROGRESS_STEP = 0.25
 LAST_WORDS_S = 0.5
-"""How long a process with a broken engine lives on, for gateways to read why: a socket that is closed with commands
-unread in it takes what was written back from the other side."""
+"""How long a process with a broken engine lives on, for gateways to read why and to end their sessions."""
 
 _log = structlog.get_logger(__name__)
 
@@ -155,7 +154,12 @@ class WorkerProcess:
             if self._tier is not None:
                 self._tier.break_off(request_ids, StepFailed(f"an engine step failed: {type(error).__name__}"))
             server.health.enter_drain()
-            loop.call_later(LAST_WORDS_S, server.request_stop, 1)
+            loop.call_later(LAST_WORDS_S, end)
+
+        def end() -> None:
+            if self._tier is not None:
+                self._tier.end_sessions()
+            server.request_stop(exit_code=1)
 
         def on_fatal(error: BaseException, request_ids: tuple[RequestId, ...]) -> None:
             # The device's state is unknown after a failed step: stop, and let the supervisor start a fresh process.

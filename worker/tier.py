@@ -70,14 +70,18 @@ class TierService(Protocol):
         ...
 
     def break_off(self, request_ids: Collection[RequestId], error: EngineError) -> None:
-        """Tell these requests that the engine is broken, then end every session at once.
+        """Tell these requests that the engine is broken, and every gateway that its session is over.
 
-        So gateways resume elsewhere what ran here, before this process has ended.
+        So they resume elsewhere what ran here, before this process has ended. New sessions are refused.
 
         Args:
             request_ids: Those that took part in the step that broke it.
             error: What to tell them; the others learn of it by their session's end, and are not accused.
         """
+        ...
+
+    def end_sessions(self) -> None:
+        """End the streams of gateways that have not ended them."""
         ...
 
     def start_drain(self) -> None:

@@ -26,7 +26,7 @@ from kvrelay.v1 import handoff_pb2 as kvrelay_dot_v1_dot_handoff__pb2
 from kvrelay.v1 import session_pb2 as kvrelay_dot_v1_dot_session__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkvrelay/v1/decode_service.proto\x12\nkvrelay.v1\x1a\x18kvrelay/v1/handoff.proto\x1a\x18kvrelay/v1/session.proto\"\x9e\x02\n\x1b\x44\x65\x63odeServiceSessionRequest\x12-\n\x07reserve\x18\x01 \x01(\x0b\x32\x1a.kvrelay.v1.ReserveCommandH\x00\x12<\n\x0fprefill_locally\x18\x02 \x01(\x0b\x32!.kvrelay.v1.PrefillLocallyCommandH\x00\x12\x31\n\tsupersede\x18\x03 \x01(\x0b\x32\x1c.kvrelay.v1.SupersedeCommandH\x00\x12)\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x18.kvrelay.v1.AbortCommandH\x00\x12)\n\x05renew\x18\x05 \x01(\x0b\x32\x18.kvrelay.v1.RenewCommandH\x00\x42\t\n\x07\x63ommand\"\xad\x02\n\x1c\x44\x65\x63odeServiceSessionResponse\x12)\n\x05ready\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.SessionReadyH\x00\x12-\n\x08reserved\x18\x02 \x01(\x0b\x32\x19.kvrelay.v1.ReservedEventH\x00\x12/\n\tcommitted\x18\x03 \x01(\x0b\x32\x1a.kvrelay.v1.CommittedEventH\x00\x12&\n\x04step\x18\x04 \x01(\x0b\x32\x16.kvrelay.v1.StepOutputH\x00\x12)\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x18.kvrelay.v1.RequestErrorH\x00\x12&\n\x04load\x18\x06 \x01(\x0b\x32\x16.kvrelay.v1.WorkerLoadH\x00\x42\x07\n\x05\x65vent\"L\n\x0eReserveCommand\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.kvrelay.v1.EngineRequest\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\x04\"x\n\rReservedEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\'\n\tkv_handle\x18\x03 \x01(\x0b\x32\x14.kvrelay.v1.KvHandle\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\"+\n\x15PrefillLocallyCommand\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\"#\n\x0cRenewCommand\x12\x13\n\x0brequest_ids\x18\x01 \x03(\x04\"7\n\x10SupersedeCommand\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"b\n\x0e\x43ommittedEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12+\n\x08transfer\x18\x03 \x01(\x0b\x32\x19.kvrelay.v1.TransferStats2q\n\rDecodeService\x12`\n\x07Session\x12\'.kvrelay.v1.DecodeServiceSessionRequest\x1a(.kvrelay.v1.DecodeServiceSessionResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkvrelay/v1/decode_service.proto\x12\nkvrelay.v1\x1a\x18kvrelay/v1/handoff.proto\x1a\x18kvrelay/v1/session.proto\"\x9e\x02\n\x1b\x44\x65\x63odeServiceSessionRequest\x12-\n\x07reserve\x18\x01 \x01(\x0b\x32\x1a.kvrelay.v1.ReserveCommandH\x00\x12<\n\x0fprefill_locally\x18\x02 \x01(\x0b\x32!.kvrelay.v1.PrefillLocallyCommandH\x00\x12\x31\n\tsupersede\x18\x03 \x01(\x0b\x32\x1c.kvrelay.v1.SupersedeCommandH\x00\x12)\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x18.kvrelay.v1.AbortCommandH\x00\x12)\n\x05renew\x18\x05 \x01(\x0b\x32\x18.kvrelay.v1.RenewCommandH\x00\x42\t\n\x07\x63ommand\"\xda\x02\n\x1c\x44\x65\x63odeServiceSessionResponse\x12)\n\x05ready\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.SessionReadyH\x00\x12-\n\x08reserved\x18\x02 \x01(\x0b\x32\x19.kvrelay.v1.ReservedEventH\x00\x12/\n\tcommitted\x18\x03 \x01(\x0b\x32\x1a.kvrelay.v1.CommittedEventH\x00\x12&\n\x04step\x18\x04 \x01(\x0b\x32\x16.kvrelay.v1.StepOutputH\x00\x12)\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x18.kvrelay.v1.RequestErrorH\x00\x12&\n\x04load\x18\x06 \x01(\x0b\x32\x16.kvrelay.v1.WorkerLoadH\x00\x12+\n\x06\x65nding\x18\x07 \x01(\x0b\x32\x19.kvrelay.v1.SessionEndingH\x00\x42\x07\n\x05\x65vent\"L\n\x0eReserveCommand\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.kvrelay.v1.EngineRequest\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\x04\"x\n\rReservedEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\'\n\tkv_handle\x18\x03 \x01(\x0b\x32\x14.kvrelay.v1.KvHandle\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\"+\n\x15PrefillLocallyCommand\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\"#\n\x0cRenewCommand\x12\x13\n\x0brequest_ids\x18\x01 \x03(\x04\"7\n\x10SupersedeCommand\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"b\n\x0e\x43ommittedEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12+\n\x08transfer\x18\x03 \x01(\x0b\x32\x19.kvrelay.v1.TransferStats2q\n\rDecodeService\x12`\n\x07Session\x12\'.kvrelay.v1.DecodeServiceSessionRequest\x1a(.kvrelay.v1.DecodeServiceSessionResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,19 +36,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DECODESERVICESESSIONREQUEST']._serialized_start=100
   _globals['_DECODESERVICESESSIONREQUEST']._serialized_end=386
   _globals['_DECODESERVICESESSIONRESPONSE']._serialized_start=389
-  _globals['_DECODESERVICESESSIONRESPONSE']._serialized_end=690
-  _globals['_RESERVECOMMAND']._serialized_start=692
-  _globals['_RESERVECOMMAND']._serialized_end=768
-  _globals['_RESERVEDEVENT']._serialized_start=770
-  _globals['_RESERVEDEVENT']._serialized_end=890
-  _globals['_PREFILLLOCALLYCOMMAND']._serialized_start=892
-  _globals['_PREFILLLOCALLYCOMMAND']._serialized_end=935
-  _globals['_RENEWCOMMAND']._serialized_start=937
-  _globals['_RENEWCOMMAND']._serialized_end=972
-  _globals['_SUPERSEDECOMMAND']._serialized_start=974
-  _globals['_SUPERSEDECOMMAND']._serialized_end=1029
-  _globals['_COMMITTEDEVENT']._serialized_start=1031
-  _globals['_COMMITTEDEVENT']._serialized_end=1129
-  _globals['_DECODESERVICE']._serialized_start=1131
-  _globals['_DECODESERVICE']._serialized_end=1244
+  _globals['_DECODESERVICESESSIONRESPONSE']._serialized_end=735
+  _globals['_RESERVECOMMAND']._serialized_start=737
+  _globals['_RESERVECOMMAND']._serialized_end=813
+  _globals['_RESERVEDEVENT']._serialized_start=815
+  _globals['_RESERVEDEVENT']._serialized_end=935
+  _globals['_PREFILLLOCALLYCOMMAND']._serialized_start=937
+  _globals['_PREFILLLOCALLYCOMMAND']._serialized_end=980
+  _globals['_RENEWCOMMAND']._serialized_start=982
+  _globals['_RENEWCOMMAND']._serialized_end=1017
+  _globals['_SUPERSEDECOMMAND']._serialized_start=1019
+  _globals['_SUPERSEDECOMMAND']._serialized_end=1074
+  _globals['_COMMITTEDEVENT']._serialized_start=1076
+  _globals['_COMMITTEDEVENT']._serialized_end=1174
+  _globals['_DECODESERVICE']._serialized_start=1176
+  _globals['_DECODESERVICE']._serialized_end=1289
 # @@protoc_insertion_point(module_scope)

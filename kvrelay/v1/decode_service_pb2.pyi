@@ -23,20 +23,22 @@ class DecodeServiceSessionRequest(_message.Message):
     def __init__(self, reserve: _Optional[_Union[ReserveCommand, _Mapping]] = ..., prefill_locally: _Optional[_Union[PrefillLocallyCommand, _Mapping]] = ..., supersede: _Optional[_Union[SupersedeCommand, _Mapping]] = ..., abort: _Optional[_Union[_session_pb2.AbortCommand, _Mapping]] = ..., renew: _Optional[_Union[RenewCommand, _Mapping]] = ...) -> None: ...
 
 class DecodeServiceSessionResponse(_message.Message):
-    __slots__ = ("ready", "reserved", "committed", "step", "error", "load")
+    __slots__ = ("ready", "reserved", "committed", "step", "error", "load", "ending")
     READY_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    ENDING_FIELD_NUMBER: _ClassVar[int]
     ready: _session_pb2.SessionReady
     reserved: ReservedEvent
     committed: CommittedEvent
     step: _session_pb2.StepOutput
     error: _session_pb2.RequestError
     load: _session_pb2.WorkerLoad
-    def __init__(self, ready: _Optional[_Union[_session_pb2.SessionReady, _Mapping]] = ..., reserved: _Optional[_Union[ReservedEvent, _Mapping]] = ..., committed: _Optional[_Union[CommittedEvent, _Mapping]] = ..., step: _Optional[_Union[_session_pb2.StepOutput, _Mapping]] = ..., error: _Optional[_Union[_session_pb2.RequestError, _Mapping]] = ..., load: _Optional[_Union[_session_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
+    ending: _session_pb2.SessionEnding
+    def __init__(self, ready: _Optional[_Union[_session_pb2.SessionReady, _Mapping]] = ..., reserved: _Optional[_Union[ReservedEvent, _Mapping]] = ..., committed: _Optional[_Union[CommittedEvent, _Mapping]] = ..., step: _Optional[_Union[_session_pb2.StepOutput, _Mapping]] = ..., error: _Optional[_Union[_session_pb2.RequestError, _Mapping]] = ..., load: _Optional[_Union[_session_pb2.WorkerLoad, _Mapping]] = ..., ending: _Optional[_Union[_session_pb2.SessionEnding, _Mapping]] = ...) -> None: ...
 
 class ReserveCommand(_message.Message):
     __slots__ = ("request", "ttl_ms")

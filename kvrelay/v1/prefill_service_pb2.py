@@ -27,7 +27,7 @@ from kvrelay.v1 import layout_pb2 as kvrelay_dot_v1_dot_layout__pb2
 from kvrelay.v1 import session_pb2 as kvrelay_dot_v1_dot_session__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n kvrelay/v1/prefill_service.proto\x12\nkvrelay.v1\x1a\x18kvrelay/v1/handoff.proto\x1a\x17kvrelay/v1/layout.proto\x1a\x18kvrelay/v1/session.proto\"\xbb\x01\n\x1cPrefillServiceSessionRequest\x12\x36\n\x0cupdate_peers\x18\x01 \x01(\x0b\x32\x1e.kvrelay.v1.UpdatePeersCommandH\x00\x12-\n\x07prefill\x18\x02 \x01(\x0b\x32\x1a.kvrelay.v1.PrefillCommandH\x00\x12)\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x18.kvrelay.v1.AbortCommandH\x00\x42\t\n\x07\x63ommand\"\xfd\x01\n\x1dPrefillServiceSessionResponse\x12)\n\x05ready\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.SessionReadyH\x00\x12&\n\x04step\x18\x02 \x01(\x0b\x32\x16.kvrelay.v1.StepOutputH\x00\x12-\n\x08\x65xported\x18\x03 \x01(\x0b\x32\x19.kvrelay.v1.ExportedEventH\x00\x12)\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x18.kvrelay.v1.RequestErrorH\x00\x12&\n\x04load\x18\x05 \x01(\x0b\x32\x16.kvrelay.v1.WorkerLoadH\x00\x42\x07\n\x05\x65vent\"=\n\x12UpdatePeersCommand\x12\'\n\x05peers\x18\x01 \x03(\x0b\x32\x18.kvrelay.v1.TransferPeer\"o\n\x0cTransferPeer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x11\n\taddresses\x18\x03 \x03(\t\x12$\n\x06layout\x18\x04 \x01(\x0b\x32\x14.kvrelay.v1.KvLayout\"e\n\x0ePrefillCommand\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.kvrelay.v1.EngineRequest\x12\'\n\tkv_handle\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.KvHandle\"a\n\rExportedEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12+\n\x08transfer\x18\x03 \x01(\x0b\x32\x19.kvrelay.v1.TransferStats2t\n\x0ePrefillService\x12\x62\n\x07Session\x12(.kvrelay.v1.PrefillServiceSessionRequest\x1a).kvrelay.v1.PrefillServiceSessionResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n kvrelay/v1/prefill_service.proto\x12\nkvrelay.v1\x1a\x18kvrelay/v1/handoff.proto\x1a\x17kvrelay/v1/layout.proto\x1a\x18kvrelay/v1/session.proto\"\xbb\x01\n\x1cPrefillServiceSessionRequest\x12\x36\n\x0cupdate_peers\x18\x01 \x01(\x0b\x32\x1e.kvrelay.v1.UpdatePeersCommandH\x00\x12-\n\x07prefill\x18\x02 \x01(\x0b\x32\x1a.kvrelay.v1.PrefillCommandH\x00\x12)\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x18.kvrelay.v1.AbortCommandH\x00\x42\t\n\x07\x63ommand\"\xaa\x02\n\x1dPrefillServiceSessionResponse\x12)\n\x05ready\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.SessionReadyH\x00\x12&\n\x04step\x18\x02 \x01(\x0b\x32\x16.kvrelay.v1.StepOutputH\x00\x12-\n\x08\x65xported\x18\x03 \x01(\x0b\x32\x19.kvrelay.v1.ExportedEventH\x00\x12)\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x18.kvrelay.v1.RequestErrorH\x00\x12&\n\x04load\x18\x05 \x01(\x0b\x32\x16.kvrelay.v1.WorkerLoadH\x00\x12+\n\x06\x65nding\x18\x06 \x01(\x0b\x32\x19.kvrelay.v1.SessionEndingH\x00\x42\x07\n\x05\x65vent\"=\n\x12UpdatePeersCommand\x12\'\n\x05peers\x18\x01 \x03(\x0b\x32\x18.kvrelay.v1.TransferPeer\"o\n\x0cTransferPeer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x11\n\taddresses\x18\x03 \x03(\t\x12$\n\x06layout\x18\x04 \x01(\x0b\x32\x14.kvrelay.v1.KvLayout\"e\n\x0ePrefillCommand\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.kvrelay.v1.EngineRequest\x12\'\n\tkv_handle\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.KvHandle\"a\n\rExportedEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12+\n\x08transfer\x18\x03 \x01(\x0b\x32\x19.kvrelay.v1.TransferStats2t\n\x0ePrefillService\x12\x62\n\x07Session\x12(.kvrelay.v1.PrefillServiceSessionRequest\x1a).kvrelay.v1.PrefillServiceSessionResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,15 +37,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLSERVICESESSIONREQUEST']._serialized_start=126
   _globals['_PREFILLSERVICESESSIONREQUEST']._serialized_end=313
   _globals['_PREFILLSERVICESESSIONRESPONSE']._serialized_start=316
-  _globals['_PREFILLSERVICESESSIONRESPONSE']._serialized_end=569
-  _globals['_UPDATEPEERSCOMMAND']._serialized_start=571
-  _globals['_UPDATEPEERSCOMMAND']._serialized_end=632
-  _globals['_TRANSFERPEER']._serialized_start=634
-  _globals['_TRANSFERPEER']._serialized_end=745
-  _globals['_PREFILLCOMMAND']._serialized_start=747
-  _globals['_PREFILLCOMMAND']._serialized_end=848
-  _globals['_EXPORTEDEVENT']._serialized_start=850
-  _globals['_EXPORTEDEVENT']._serialized_end=947
-  _globals['_PREFILLSERVICE']._serialized_start=949
-  _globals['_PREFILLSERVICE']._serialized_end=1065
+  _globals['_PREFILLSERVICESESSIONRESPONSE']._serialized_end=614
+  _globals['_UPDATEPEERSCOMMAND']._serialized_start=616
+  _globals['_UPDATEPEERSCOMMAND']._serialized_end=677
+  _globals['_TRANSFERPEER']._serialized_start=679
+  _globals['_TRANSFERPEER']._serialized_end=790
+  _globals['_PREFILLCOMMAND']._serialized_start=792
+  _globals['_PREFILLCOMMAND']._serialized_end=893
+  _globals['_EXPORTEDEVENT']._serialized_start=895
+  _globals['_EXPORTEDEVENT']._serialized_end=992
+  _globals['_PREFILLSERVICE']._serialized_start=994
+  _globals['_PREFILLSERVICE']._serialized_end=1110
 # @@protoc_insertion_point(module_scope)

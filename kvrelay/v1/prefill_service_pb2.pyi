@@ -20,18 +20,20 @@ class PrefillServiceSessionRequest(_message.Message):
     def __init__(self, update_peers: _Optional[_Union[UpdatePeersCommand, _Mapping]] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., abort: _Optional[_Union[_session_pb2.AbortCommand, _Mapping]] = ...) -> None: ...
 
 class PrefillServiceSessionResponse(_message.Message):
-    __slots__ = ("ready", "step", "exported", "error", "load")
+    __slots__ = ("ready", "step", "exported", "error", "load", "ending")
     READY_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     EXPORTED_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    ENDING_FIELD_NUMBER: _ClassVar[int]
     ready: _session_pb2.SessionReady
     step: _session_pb2.StepOutput
     exported: ExportedEvent
     error: _session_pb2.RequestError
     load: _session_pb2.WorkerLoad
-    def __init__(self, ready: _Optional[_Union[_session_pb2.SessionReady, _Mapping]] = ..., step: _Optional[_Union[_session_pb2.StepOutput, _Mapping]] = ..., exported: _Optional[_Union[ExportedEvent, _Mapping]] = ..., error: _Optional[_Union[_session_pb2.RequestError, _Mapping]] = ..., load: _Optional[_Union[_session_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
+    ending: _session_pb2.SessionEnding
+    def __init__(self, ready: _Optional[_Union[_session_pb2.SessionReady, _Mapping]] = ..., step: _Optional[_Union[_session_pb2.StepOutput, _Mapping]] = ..., exported: _Optional[_Union[ExportedEvent, _Mapping]] = ..., error: _Optional[_Union[_session_pb2.RequestError, _Mapping]] = ..., load: _Optional[_Union[_session_pb2.WorkerLoad, _Mapping]] = ..., ending: _Optional[_Union[_session_pb2.SessionEnding, _Mapping]] = ...) -> None: ...
 
 class UpdatePeersCommand(_message.Message):
     __slots__ = ("peers",)

@@ -101,6 +101,12 @@ class SessionReady(_message.Message):
     lease_ttl_ms: int
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., lease_ttl_ms: _Optional[int] = ...) -> None: ...
 
+class SessionEnding(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
 class TransferStats(_message.Message):
     __slots__ = ("num_bytes", "num_frames", "total_ns", "exposed_ns", "transport")
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]

@@ -138,7 +138,14 @@ async def test_broken_engine_names_who_took_part_and_ends_the_session_at_once(mo
         decode.tier.break_off([RequestId(1), RequestId(99)], StepFailed("a step failed"))
         with pytest.raises(StepFailed):
             await driver.next(inside, object)
-        # The other one is accused of nothing: its session just ends.
+        # The other one is accused of nothing: its session is over, and the gateway would end it now.
+        await settle(lambda: asyncio.sleep(0, driver.has_heard_the_end))
+        late = Driver()
+        await late.connect(decode, None)
+        async with asyncio.timeout(2):
+            await asyncio.gather(*late._tasks, return_exceptions=True)
+        await late.close()
+        decode.tier.end_sessions()
         async with asyncio.timeout(2):
             await asyncio.gather(*driver._tasks)
         assert driver._events[2].empty()
