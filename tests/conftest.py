@@ -16,6 +16,9 @@ for _name in [name for name in os.environ if name.startswith("KVRELAY_")]:
     del os.environ[_name]
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads steal the cores from other processes
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Triton's interpreter multiplies with numpy. Some of OpenBLAS's kernels (Haswell's, which unknown processors get) sum a
+# row in an order that depends on its place in the matrix; these do not, as no GPU does, on any x86 processor.
+os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

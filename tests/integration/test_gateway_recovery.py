@@ -248,11 +248,15 @@ async def test_prompts_beyond_what_prefill_can_use_wait_without_blocks(model: Mo
         running = [asyncio.create_task(cluster.generate(cluster.request(seed=seed))) for seed in range(5)]
         await until(lambda: cluster.gateway.prefill_gate.num_waiting == 3)
         await until(lambda: len(decode.leases) == 2)
-        assert len(decode.seen(decode_pb2.ReserveCommand)) == 2
-        running[4].cancel()
+        reserved = decode.seen(decode_pb2.ReserveCommand)
+        assert len(reserved) == 2
+        # One that waits goes away: its place is free, and nobody else is touched.
+        begun = {command.request.sampling_params.seed for command in reserved}
+        left = next(seed for seed in range(5) if seed not in begun)
+        running[left].cancel()
         await until(lambda: cluster.gateway.prefill_gate.num_waiting == 2)
         prefill.may_prefill.set()
-        for answer in await asyncio.gather(*running[:4]):
+        for answer in await asyncio.gather(*(task for seed, task in enumerate(running) if seed != left)):
             check_complete(cluster, answer)
         await cluster.check_idle()
 

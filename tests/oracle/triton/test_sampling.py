@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.errors import SamplingFailed
 from engine.kernels import reference_sampling
 from engine.kernels.triton.sampling import sample_rows
 from engine.kernels.triton.sampling_rows import SamplingRow, SamplingRows
@@ -215,15 +216,23 @@ def test_device_sampler_reports_the_logprobs_of_the_host() -> None:
 
 
 def test_device_sampler_minds_only_rows_that_decide() -> None:
-    """A row behind a wrong draft may hold anything; one that decides and allows nothing is an error."""
+    """A row behind a wrong draft may hold anything; one that decides and gives nothing fails its own sequence only."""
     logits = logits_of(2, 50)
     logits[1] = float("nan")
     row = rows_with([SamplingParams(temperature=0.0)], 50)[0]
     best = int(logits[0].argmax())
     found, wanted = sampled_by_both(logits, [item_of(row, 0, ((best + 1) % 50,))])
     assert found == wanted == [NewTokens((best,))]
-    with pytest.raises(ValueError, match="no token is allowed"):
-        DeviceSampler().sample(logits.clone(), [item_of(row, 0, (best,))])
+    # Behind a right draft it would decide the next token: what came before it stands, the next step tells of it.
+    assert sampled_by_both(logits, [item_of(row, 0, (best,))]) == ([NewTokens((best,))], [NewTokens((best,))])
+    # Where it decides the first, its sequence has nothing; beside it stands one that has nothing to do with it.
+    logits = torch.cat([logits, logits_of(1, 50)])
+    items = [item_of(row, 1), item_of(row, 2)]
+    for results in sampled_by_both(logits, items):
+        failed, unharmed = results
+        assert failed.token_ids == ()
+        assert isinstance(failed.error, SamplingFailed)
+        assert unharmed == NewTokens((int(logits[2].argmax()),))
     assert DeviceSampler().sample(torch.empty(0, 50), []) == []
 
 
