@@ -26,9 +26,9 @@ from benchmarks.common.table import markdown_table
 from benchmarks.peers.answers import Peer
 from benchmarks.peers.find import LLAMACPP, LLAMACPP_Q4_0, OPENVINO, PEERS, chosen_peers, install, missing, running_peer
 from benchmarks.peers.kvrelay_peer import NAME, KvrelayPeer
-from engine.errors import InvalidRequest
-from engine.model.source import resolve_model
+from engine.model.files.source import resolve_model
 from kvrelay.cli.console import err, out, readable_errors
+from kvrelay.errors import InvalidRequest
 
 SHORT_TOKENS = 60
 LONG_TOKENS = 1000

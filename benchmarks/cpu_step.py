@@ -19,9 +19,9 @@ from engine.config import KvDtype
 from engine.kernels.cpu.build import KernelsUnavailable, build_library, choose_isa
 from engine.kernels.cpu.library import StepPart
 from engine.model.batch import StepBatch
+from engine.model.cpu.model import NativeModel
 from engine.model.kv_cache import KvCache
 from engine.model.loader import load_model
-from engine.model.native import NativeModel
 
 _BLOCK_SIZE = 16
 _MAX_DECODE_ROWS = 32

@@ -56,7 +56,7 @@ def run_part(name: str, out: Path, ceilings: Sequence[float], *, is_rehearsal: b
 
     from benchmarks import gpu_handoff, gpu_kernel_checks, gpu_kernel_speed, gpu_model
     from benchmarks.gpu_bench import Bench, Ceilings
-    from engine.model.cuda_linear import WeightFormat
+    from engine.model.cuda.linear import WeightFormat
 
     device = torch.device("cpu" if is_rehearsal else "cuda")
     bench = Bench(device, is_rehearsal, is_warm_up, out, Ceilings(*ceilings))

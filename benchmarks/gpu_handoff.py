@@ -32,9 +32,9 @@ from benchmarks.gpu_bench import Bench, Ceilings
 from benchmarks.gpu_model import batch_of, config_of, cuda_model, new_cache
 from engine.kernels.triton.kv_copy import copy_kv
 from engine.kernels.triton.layer_cache import LayerCache
-from engine.model.cuda import CudaModel
-from engine.model.cuda_cache import DeviceKvCache
-from engine.model.cuda_linear import WeightFormat
+from engine.model.cuda.cache import DeviceKvCache
+from engine.model.cuda.linear import WeightFormat
+from engine.model.cuda.model import CudaModel
 
 _LAYERS = 8
 _FIRST_BLOCK = {"prefill": 3, "decode": 11}

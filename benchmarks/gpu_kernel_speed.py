@@ -24,7 +24,7 @@ from engine.kernels.triton.sampling import sample_rows
 from engine.kernels.triton.sampling_rows import SamplingRows
 from engine.kernels.triton.split_k import GemmTiles
 from engine.kernels.triton.w4a16 import w4a16_linear
-from engine.model.cuda_attention import decode_tiles
+from engine.model.cuda.attention import decode_tiles
 
 _FP8 = torch.float8_e4m3fn
 _HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128

@@ -17,13 +17,13 @@ from engine.kernels.torch_kernels import TorchKernels
 from engine.kernels.triton.layer_cache import LayerCache, block_bytes
 from engine.kernels.triton.split_k import SplitScratch
 from engine.model.batch import StepBatch
-from engine.model.cuda import CudaModel, CudaSettings
-from engine.model.cuda_attention import MixedAttention, Sequences
-from engine.model.cuda_cache import DeviceKvCache
-from engine.model.cuda_graphs import DecodeGraph, GraphMemory
-from engine.model.cuda_linear import ByteLinear, DenseLinear, DeviceLinear, Int4Linear, LinearSettings, WeightFormat
-from engine.model.cuda_step import DeviceModel, StepRows, run_step
-from engine.model.cuda_weights import DeviceLayer, DeviceWeights, make_linear
+from engine.model.cuda.attention import MixedAttention, Sequences
+from engine.model.cuda.cache import DeviceKvCache
+from engine.model.cuda.graphs import DecodeGraph, GraphMemory
+from engine.model.cuda.linear import ByteLinear, DenseLinear, DeviceLinear, Int4Linear, LinearSettings, WeightFormat
+from engine.model.cuda.model import CudaModel, CudaSettings
+from engine.model.cuda.step import DeviceModel, StepRows, run_step
+from engine.model.cuda.weights import DeviceLayer, DeviceWeights, make_linear
 from engine.model.interface import LanguageModel
 from engine.model.kv_cache import KvCache
 from engine.model.llama import LlamaModel

@@ -1,7 +1,7 @@
 """Decode session events: values to protos. No decisions."""
 
 from engine.types import Incarnation, WorkerId
-from kv_transfer.handle import KvHandle, TransferStats
+from kv_transfer.handoff.handle import KvHandle, TransferStats
 from kvrelay.v1 import decode_service_pb2 as pb
 from kvrelay.v1 import session_pb2
 from worker.kv_handle import kv_handle_to_proto, transfer_stats_to_proto

@@ -17,12 +17,12 @@ from decode_service.request import DecodeRequest, Phase
 from decode_service.reservation_queue import ReservationQueue
 from engine.clock import SystemClock
 from engine.engine import Engine, Granted
-from engine.errors import DeviceError, EngineError, LeaseError, LeaseExpired, LeaseUnknown, TransferError
-from engine.serving.telemetry import emit_span
 from engine.types import EngineRequest, Epoch, HandoffRecord, LeaseId
-from kv_transfer.handle import TransferStats
-from kv_transfer.importer import Importer
-from kv_transfer.lease import LeaseTable
+from kv_transfer.handoff.handle import TransferStats
+from kv_transfer.handoff.importer import Importer
+from kv_transfer.handoff.lease import LeaseTable
+from kvrelay.errors import DeviceError, EngineError, LeaseError, LeaseExpired, LeaseUnknown, TransferError
+from kvrelay.serving.telemetry import emit_span
 from kvrelay.v1 import handoff_pb2
 from kvrelay.wire.handoff import handoff_record_from_proto
 from worker.tier import WorkerContext

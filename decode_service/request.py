@@ -8,8 +8,8 @@ from decode_service import convert
 from engine.types import EngineRequest, LeaseId, RequestId
 from kvrelay.v1 import decode_service_pb2 as pb
 from kvrelay.v1 import session_pb2
-from worker.outbox import Outbox
-from worker.session import new_session_id, request_error
+from worker.sessions.outbox import Outbox
+from worker.sessions.session import new_session_id, request_error
 
 
 class Phase(StrEnum):

@@ -1,7 +1,7 @@
 """ReservationQueue: who gets KV blocks next. Decisions only; time comes in as an argument."""
 
 from decode_service.request import DecodeRequest
-from engine.errors import CapacityError, DeadlineExceeded, EngineError
+from kvrelay.errors import CapacityError, DeadlineExceeded, EngineError
 
 RETRY_AFTER_S = 1.0
 

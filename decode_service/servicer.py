@@ -15,20 +15,20 @@ from decode_service import convert
 from decode_service.handoffs import Handoffs
 from decode_service.request import DecodeRequest, DecodeSession, Phase
 from decode_service.settings import DecodeSettings
-from engine.errors import DeviceError, EngineError, LeaseUnknown, WorkerUnavailable
-from engine.serving.telemetry import emit_span
 from engine.types import HandoffRecord, RequestId, SequenceOutput
-from kv_transfer.grpc_transport import GrpcTransferServicer
-from kv_transfer.registry import TransportRegistry
-from kv_transfer.transport import Listener
+from kv_transfer.transports.grpc.transport import GrpcTransferServicer
+from kv_transfer.transports.port import Listener
+from kv_transfer.transports.registry import TransportRegistry
+from kvrelay.errors import DeviceError, EngineError, LeaseUnknown, WorkerUnavailable
+from kvrelay.serving.telemetry import emit_span
 from kvrelay.v1 import decode_service_pb2 as pb
 from kvrelay.v1 import decode_service_pb2_grpc, session_pb2
 from kvrelay.wire.requests import engine_request_from_proto
-from worker.load_reporter import LoadReporter
-from worker.output_router import OutputRouter, Route
-from worker.session import request_error, session_events
+from worker.sessions.load_reporter import LoadReporter
+from worker.sessions.output_router import OutputRouter, Route
+from worker.sessions.session import request_error, session_events
+from worker.sessions.tracked import TrackedRequests
 from worker.tier import WorkerContext
-from worker.tracked import TrackedRequests
 from worker.worker_servicer import load_to_proto
 
 Context = grpc.aio.ServicerContext[pb.DecodeServiceSessionRequest, pb.DecodeServiceSessionResponse]

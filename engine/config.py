@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from engine.errors import InvalidRequest
+from kvrelay.errors import InvalidRequest
 
 
 class KvDtype(StrEnum):

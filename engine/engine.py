@@ -12,7 +12,6 @@ import structlog
 
 from engine.cache.block_pool import BlockPool
 from engine.config import CacheConfig, SchedulerConfig
-from engine.errors import InvalidRequest
 from engine.model.interface import LanguageModel
 from engine.model.kv_cache import KvCache
 from engine.request_checks import check_leaves_a_token, check_sampling_params, check_token_ids
@@ -20,10 +19,11 @@ from engine.runner import ModelRunner
 from engine.scheduler.plan import StepPlan
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.spec.head_follower import HeadFollower
+from engine.spec.head.follower import HeadFollower
 from engine.spec.sampling import Sampler
 from engine.spec.speculation import Speculation
 from engine.types import BlockId, EngineRequest, RequestId, SequenceOutput
+from kvrelay.errors import InvalidRequest
 
 _log = structlog.get_logger(__name__)
 

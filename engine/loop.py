@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeVar
 import structlog
 
 from engine.engine import Engine
-from engine.errors import DeviceError
 from engine.types import RequestId, SequenceOutput
+from kvrelay.errors import DeviceError
 
 T = TypeVar("T")
 _log = structlog.get_logger(__name__)

@@ -9,8 +9,8 @@ import math
 from collections.abc import Collection, Mapping, Sized
 from dataclasses import dataclass
 
-from engine.errors import InvalidRequest, NoTokenAllowed
 from engine.types import SamplingParams
+from kvrelay.errors import InvalidRequest, NoTokenAllowed
 
 INT32_MAX = 2**31 - 1
 MIN_REPETITION_PENALTY = 0.009999999776482582

@@ -14,7 +14,7 @@ from engine.sampling.distribution import TokenHistory
 from engine.sampling.sampler import SampleRequest
 from engine.scheduler.plan import SampledTokens, ScheduledChunk, StepPlan, StepResult
 from engine.sequence import Sequence as EngineSequence
-from engine.spec.head_follower import HeadFollower
+from engine.spec.head.follower import HeadFollower
 from engine.spec.sampling import HostSampler, Sampler
 from engine.spec.verify import VerifyItem
 

@@ -14,7 +14,8 @@ always at least one token whose KV is missing.
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine.types import ROOT_HASH, BlockHash, BlockId, EngineRequest, FinishReason, RequestId, SamplingParams
+from engine.types import ROOT_HASH, BlockHash, BlockId, EngineRequest, RequestId, SamplingParams
+from kvrelay.values import FinishReason
 
 
 class SequenceStatus(StrEnum):

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
 
-from engine.errors import EngineError
+from kvrelay.errors import EngineError
+from kvrelay.values import FinishReason, PositionLogprobs
 
 RequestId = NewType("RequestId", int)
 """64-bit id minted by the gateway, unique while the request lives."""
@@ -30,17 +31,6 @@ Incarnation = NewType("Incarnation", int)
 
 MIN_TEMPERATURE = 1e-5
 """Below it sampling is greedy: no noise could outweigh a logit divided by less, and the division would overflow."""
-
-
-class FinishReason(StrEnum):
-    """Why a request ended."""
-
-    LENGTH = "length"
-    """max_tokens or the context limit was reached."""
-    STOP = "stop"
-    """A stop string, a stop token or the model's end-of-sequence token was produced."""
-    ABORT = "abort"
-    """The client or an operator ended it."""
 
 
 class LogprobsMode(StrEnum):
@@ -108,25 +98,6 @@ class SamplingParams:
     def needs_token_counts(self) -> bool:
         """Whether penalties ask for counts over the tokens before a position."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """One token's log-probability and rank under the model's own distribution."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    """1 = the most likely token."""
-
-
-@dataclass(frozen=True, slots=True)
-class PositionLogprobs:
-    """Logprobs at one generated position."""
-
-    sampled: TokenLogprob
-    top: tuple[TokenLogprob, ...]
-    """The k best tokens, best first; empty for k = 0."""
 
 
 @dataclass(frozen=True, slots=True)

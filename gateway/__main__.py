@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import structlog
 
-from engine.errors import EngineError
-from engine.serving.settings import parse_settings
-from engine.serving.start_up import stops_at_once
-from engine.serving.telemetry import configure_logging, configure_tracing, shutdown_tracing
 from gateway.app import serve
 from gateway.settings import GatewaySettings
+from kvrelay.errors import EngineError
+from kvrelay.serving.settings import parse_settings
+from kvrelay.serving.start_up import stops_at_once
+from kvrelay.serving.telemetry import configure_logging, configure_tracing, shutdown_tracing
 
 _log = structlog.get_logger(__name__)
 

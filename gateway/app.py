@@ -9,26 +9,26 @@ import secrets
 import structlog
 
 from engine.clock import Clock, SystemClock
-from engine.model.source import ModelSource, resolve_model
-from engine.serving.heap import freeze_start_up
-from engine.serving.options import PUBLIC_MAX_MESSAGE_BYTES
-from engine.serving.server import ServiceServer
-from engine.text.tokenizer import Tokenizer, load_tokenizer
-from gateway.admission import Admission
-from gateway.generation import Generation, GenerationParts
-from gateway.prefill_gate import PrefillGate
-from gateway.registry_servicer import SERVICE_NAME as REGISTRY_SERVICE
-from gateway.registry_servicer import RegistryServicer
-from gateway.relay import RelayLimits
-from gateway.router import AffinityLimits, Router
-from gateway.server_info import ServerInfo
-from gateway.servicer import SERVICE_NAME as INFERENCE_SERVICE
-from gateway.servicer import InferenceServicer
+from engine.model.files.source import ModelSource, resolve_model
+from gateway.front.server_info import ServerInfo
+from gateway.front.servicer import SERVICE_NAME as INFERENCE_SERVICE
+from gateway.front.servicer import InferenceServicer
+from gateway.relay.generation import Generation, GenerationParts
+from gateway.relay.relay import RelayLimits
+from gateway.relay.tokenizer import TokenizerService
+from gateway.routing.admission import Admission
+from gateway.routing.prefill_gate import PrefillGate
+from gateway.routing.router import AffinityLimits, Router
 from gateway.settings import GatewaySettings
-from gateway.tokenizer import TokenizerService
-from gateway.worker_pool import WorkerPool
-from gateway.worker_registry import WorkerRegistry, WorkerRole
-from gateway.worker_session import SessionLimits
+from gateway.workers.pool import WorkerPool
+from gateway.workers.registry import WorkerRegistry, WorkerRole
+from gateway.workers.registry_servicer import SERVICE_NAME as REGISTRY_SERVICE
+from gateway.workers.registry_servicer import RegistryServicer
+from gateway.workers.session import SessionLimits
+from kvrelay.channel import PUBLIC_MAX_MESSAGE_BYTES
+from kvrelay.serving.heap import freeze_start_up
+from kvrelay.serving.server import ServiceServer
+from kvrelay.text.tokenizer import Tokenizer, load_tokenizer
 from kvrelay.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from kvrelay.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
 

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from engine.serving.settings import RoleSettings
+from kvrelay.serving.settings import RoleSettings
 
 
 class GatewaySettings(RoleSettings):

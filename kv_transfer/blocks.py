@@ -1,14 +1,39 @@
-"""The two ports through which KV bytes leave and enter a worker's cache.
+"""Blocks of a sequence by number, and the two ports through which KV bytes leave and enter a worker's cache.
 
-`engine.model.kv_cache` satisfies both by shape. Nothing here knows where the blocks live (host or device memory) or who
-owns them; ownership is stated per method. Next: `exporter.py` reads, `import_table.py` writes.
+`engine.model.kv_cache` satisfies both ports by shape. Nothing here knows where the blocks live (host or device memory)
+or who owns them; ownership is stated per method. Next: `kv_transfer/handoff/exporter.py` reads,
+`kv_transfer/handoff/import_table.py` writes.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from engine.cache.layout import KvLayout
 from engine.types import BlockId
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class BlockRange:
+    """Blocks `[first_block, first_block + num_blocks)` of layers `[layer_start, layer_start + num_layers)`.
+
+    Block indexes count from the start of the sequence, in the sender's block size.
+    """
+
+    first_block: int
+    num_blocks: int
+    layer_start: int
+    num_layers: int
+
+    @property
+    def layers(self) -> range:
+        """The layer indexes."""
+        return range(self.layer_start, self.layer_start + self.num_layers)
+
+    @property
+    def num_cells(self) -> int:
+        """Layers times blocks."""
+        return self.num_layers * self.num_blocks
 
 
 class BlockSource(Protocol):

@@ -1,16 +1,16 @@
 """Payloads that stay in device memory on their way: what transports that send it and caches that fill it share.
 
 Protocols only; nothing here knows a device. A frame then carries `Frame.device` instead of a payload, and its digest is
-taken over the fingerprint of the memory, so that the bytes need not come to the host. Used by `ucx_connection.py`.
+taken over the fingerprint of the memory, so that the bytes need not come to the host. Used by
+`kv_transfer/transports/ucx/connection.py`.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
-from engine.errors import TransferError
 from engine.types import BlockId
-from kv_transfer.blocks import BlockSource
-from kv_transfer.coverage import BlockRange
+from kv_transfer.blocks import BlockRange, BlockSource
+from kvrelay.errors import TransferError
 
 
 class DeviceBytes(Protocol):

@@ -1,7 +1,8 @@
 """The frame: a fixed binary header and a payload, the unit that every transport carries.
 
 Pure encode and decode. Nothing read from a peer is trusted: every length is bounded before it is used, the header has
-its own check word and the digest covers header and payload. Meaning of the control payloads: `messages.py`.
+its own check word and the digest covers header and payload. Meaning of the control payloads:
+`kv_transfer/handoff/messages.py`.
 
     offset  0  magic "KVRF"         4        offset 40  num_layers      u32
             4  version              u8               44  first_block     u32
@@ -21,9 +22,9 @@ from enum import IntEnum
 
 import xxhash
 
-from engine.errors import ChecksumMismatch, TransferError
 from engine.types import Epoch, Incarnation, LeaseId
 from kv_transfer.device import DeviceBytes
+from kvrelay.errors import ChecksumMismatch, TransferError
 
 MAGIC = b"KVRF"
 VERSION = 1

@@ -1,6 +1,6 @@
 """The Python client: `Client` for ordinary code, `AsyncClient` for asyncio. Same methods, same errors.
 
-Owns one channel to a gateway. Failed calls raise the typed errors of `engine.errors`, e.g. `InvalidRequest` with the
+Owns one channel to a gateway. Failed calls raise the typed errors of `kvrelay.errors`, e.g. `InvalidRequest` with the
 field's name or `CapacityError` with the time to wait. Values are in `kvrelay/results.py`.
 """
 
@@ -13,11 +13,8 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from engine.errors import EngineError
-from engine.serving.options import PUBLIC_MAX_MESSAGE_BYTES, ChannelOptions, channel_options
-from engine.serving.status import from_rpc_error
-from engine.serving.target import parse_target, proxy_options
-from engine.serving.telemetry import traceparent
+from kvrelay.channel import PUBLIC_MAX_MESSAGE_BYTES, ChannelOptions, channel_options
+from kvrelay.errors import EngineError
 from kvrelay.requests import (
     Message,
     SamplingOptions,
@@ -38,8 +35,11 @@ from kvrelay.results import (
     models_from_proto,
     server_info_from_proto,
 )
+from kvrelay.target import parse_target, proxy_options
+from kvrelay.trace_context import current_traceparent
 from kvrelay.v1 import inference_service_pb2 as pb
 from kvrelay.v1 import inference_service_pb2_grpc
+from kvrelay.wire.status import from_rpc_error
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 """Where `kvrelay serve` listens unless told otherwise."""
@@ -339,7 +339,7 @@ def _options(target: str) -> ChannelOptions:
 
 
 def _metadata() -> tuple[tuple[str, str], ...]:
-    current = traceparent()
+    current = current_traceparent()
     return (("traceparent", current),) if current else ()
 
 

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias, TypedDict, cast
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message as ProtoMessage
 
-from engine.errors import InvalidRequest
-from engine.serving.unicode_text import check_unicode
+from kvrelay.errors import InvalidRequest
+from kvrelay.unicode_text import check_unicode
 from kvrelay.v1 import inference_service_pb2 as pb
 from kvrelay.v1 import sampling_pb2
 

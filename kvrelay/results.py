@@ -6,10 +6,10 @@ Owns the shape that users of the Python client see. Never calls anything; `kvrel
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from engine.errors import EngineError
-from engine.types import FinishReason, PositionLogprobs
+from kvrelay.errors import EngineError
 from kvrelay.v1 import inference_service_pb2 as pb
-from kvrelay.wire.requests import finish_reason_from_proto, logprobs_from_proto
+from kvrelay.values import FinishReason, PositionLogprobs
+from kvrelay.wire.logprobs import finish_reason_from_proto, logprobs_from_proto
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

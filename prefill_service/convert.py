@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from engine.types import Incarnation, WorkerId
-from kv_transfer.handle import Peer, TransferStats
+from kv_transfer.handoff.handle import Peer, TransferStats
 from kvrelay.v1 import prefill_service_pb2 as pb
 from kvrelay.v1 import session_pb2
 from kvrelay.wire.layout import layout_from_proto

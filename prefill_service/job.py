@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from opentelemetry.trace import Span
 
 from engine.engine import Engine
-from engine.errors import DeadlineExceeded, EngineError
 from engine.loop import EngineLoop
-from engine.serving.telemetry import emit_span, span, traceparent
 from engine.types import BlockId, EngineRequest, HandoffRecord, PrefillTiming, SequenceOutput
-from kv_transfer.export import Export
-from kv_transfer.exporter import Exporter
-from kv_transfer.handle import KvHandle, TransferStats
+from kv_transfer.handoff.export import Export
+from kv_transfer.handoff.exporter import Exporter
+from kv_transfer.handoff.handle import KvHandle, TransferStats
+from kvrelay.errors import DeadlineExceeded, EngineError
+from kvrelay.serving.telemetry import emit_span, span, traceparent
 from kvrelay.wire.handoff import handoff_record_to_proto
 
 

@@ -11,23 +11,23 @@ import grpc.aio
 import structlog
 
 from engine.engine import ChunkProgress
-from engine.errors import EngineError, WorkerUnavailable
 from engine.types import RequestId, SequenceOutput
-from kv_transfer.exporter import Exporter
-from kv_transfer.handle import Peer
-from kv_transfer.registry import TransportRegistry
+from kv_transfer.handoff.exporter import Exporter
+from kv_transfer.handoff.handle import Peer
+from kv_transfer.transports.registry import TransportRegistry
+from kvrelay.errors import EngineError, WorkerUnavailable
 from kvrelay.v1 import prefill_service_pb2 as pb
 from kvrelay.v1 import prefill_service_pb2_grpc, session_pb2
 from kvrelay.wire.requests import engine_request_from_proto
 from prefill_service import convert
 from prefill_service.job import PrefillJob
 from worker.kv_handle import kv_handle_from_proto
-from worker.load_reporter import LoadReporter
-from worker.outbox import Outbox
-from worker.output_router import OutputRouter, Route
-from worker.session import new_session_id, request_error, session_events
+from worker.sessions.load_reporter import LoadReporter
+from worker.sessions.outbox import Outbox
+from worker.sessions.output_router import OutputRouter, Route
+from worker.sessions.session import new_session_id, request_error, session_events
+from worker.sessions.tracked import TrackedRequests
 from worker.tier import WorkerContext
-from worker.tracked import TrackedRequests
 from worker.worker_servicer import load_to_proto
 
 Context = grpc.aio.ServicerContext[pb.PrefillServiceSessionRequest, pb.PrefillServiceSessionResponse]

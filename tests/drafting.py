@@ -10,19 +10,19 @@ import torch
 from engine.cache.layout import KvLayout
 from engine.config import CacheConfig, KvDtype, SchedulerConfig
 from engine.engine import Engine, ExportListener
+from engine.model.cpu.model import NativeModel
 from engine.model.kv_cache import KvCache
 from engine.model.llama import LlamaModel
 from engine.model.loader import load_model
-from engine.model.native import NativeModel
 from engine.sequence import Sequence
 from engine.spec.auto import AutoDrafter
 from engine.spec.drafter import Drafter, Proposal
-from engine.spec.eagle import SOURCE, EagleDrafter
-from engine.spec.head_follower import HeadFollower
-from engine.spec.head_native import NativeDraftHead
-from engine.spec.head_torch import TorchDraftHead
+from engine.spec.head.drafter import SOURCE, EagleDrafter
+from engine.spec.head.eager import TorchDraftHead
+from engine.spec.head.follower import HeadFollower
+from engine.spec.head.native import NativeDraftHead
 from engine.spec.ngram import NgramDrafter
-from engine.spec.pace import DraftPacer, StartChoice
+from engine.spec.pace.pacer import DraftPacer, StartChoice
 from engine.spec.speculation import Speculation
 from tests.tiny_heads import make_tiny_head
 

@@ -15,9 +15,8 @@ import grpc.aio
 
 from engine.cache.layout import KvLayout
 from engine.config import KvDtype
-from engine.errors import EngineError
-from engine.serving.options import channel_options, server_options
-from engine.serving.status import to_status
+from kvrelay.channel import channel_options, server_options
+from kvrelay.errors import EngineError
 from kvrelay.v1 import (
     handoff_pb2,
     registry_service_pb2,
@@ -26,6 +25,7 @@ from kvrelay.v1 import (
     session_pb2,
 )
 from kvrelay.wire.layout import layout_to_proto
+from kvrelay.wire.status import to_status
 
 LAYOUT = KvLayout("fake-model", num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype=KvDtype.FP32)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc.aio
 
-from engine.errors import EngineError, LeaseUnknown
+from kvrelay.errors import EngineError, LeaseUnknown
 from kvrelay.v1 import (
     decode_service_pb2,
     decode_service_pb2_grpc,

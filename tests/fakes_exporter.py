@@ -5,16 +5,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from engine.errors import EngineError
 from engine.types import Epoch, Incarnation, LeaseId, WorkerId
-from kv_transfer.coverage import BlockRange, Coverage
+from kv_transfer.blocks import BlockRange
 from kv_transfer.frame import Frame, FrameKind, seal
-from kv_transfer.handle import KvHandle
-from kv_transfer.importer import Importer
-from kv_transfer.inproc import InprocConnection, connection_pair
-from kv_transfer.lease import LeaseTable
-from kv_transfer.messages import Commit, Hello, Open, Rejection
-from kv_transfer.serving import HandlerTasks
+from kv_transfer.handoff.coverage import Coverage
+from kv_transfer.handoff.handle import KvHandle
+from kv_transfer.handoff.importer import Importer
+from kv_transfer.handoff.lease import LeaseTable
+from kv_transfer.handoff.messages import Commit, Hello, Open, Rejection
+from kv_transfer.transports.handlers import HandlerTasks
+from kv_transfer.transports.inproc import InprocConnection, connection_pair
+from kvrelay.errors import EngineError
 from tests.fakes_handoff import blocks
 from tests.fakes_transport import ArrayCache, FakeClock, tiny_layout
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kv_transfer.frame import Frame, FrameKind
-from kv_transfer.transport import DEFAULT_CONNECT_TIMEOUT_S, Connection, ConnectionHandler, Listener, Transport
+from kv_transfer.transports.port import DEFAULT_CONNECT_TIMEOUT_S, Connection, ConnectionHandler, Listener, Transport
 from tests.fakes_transport import Fault, WrappedConnection, damage
 
 DELAY_S = 0.05

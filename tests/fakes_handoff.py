@@ -9,16 +9,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from engine.cache.layout import KvLayout
-from engine.errors import EngineError
 from engine.types import BlockId, Epoch, Incarnation, LeaseId, WorkerId
-from kv_transfer.export import Export
-from kv_transfer.exporter import Exporter
-from kv_transfer.handle import KvHandle, Peer, TransferStats
-from kv_transfer.importer import Importer
-from kv_transfer.inproc import InprocTransport
-from kv_transfer.lease import LeaseTable
-from kv_transfer.registry import TransportRegistry
-from kv_transfer.transport import Transport
+from kv_transfer.handoff.export import Export
+from kv_transfer.handoff.exporter import Exporter
+from kv_transfer.handoff.handle import KvHandle, Peer, TransferStats
+from kv_transfer.handoff.importer import Importer
+from kv_transfer.handoff.lease import LeaseTable
+from kv_transfer.transports.inproc import InprocTransport
+from kv_transfer.transports.port import Transport
+from kv_transfer.transports.registry import TransportRegistry
+from kvrelay.errors import EngineError
 from tests.fakes_transport import ArrayCache, FakeClock, tiny_layout
 
 PREFILL = WorkerId("prefill-0")

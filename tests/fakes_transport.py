@@ -16,7 +16,7 @@ from engine.cache.layout import KvLayout
 from engine.config import KvDtype
 from engine.types import BlockId
 from kv_transfer.frame import Frame, FrameHeader, PayloadBuffer
-from kv_transfer.transport import DEFAULT_CONNECT_TIMEOUT_S, Connection, ConnectionHandler, Listener, Transport
+from kv_transfer.transports.port import DEFAULT_CONNECT_TIMEOUT_S, Connection, ConnectionHandler, Listener, Transport
 
 Floats = npt.NDArray[np.float32]
 

@@ -17,7 +17,7 @@ from types import FrameType
 from engine.runner import ModelRunner
 from engine.scheduler.plan import StepPlan, StepResult
 from engine.sequence import Sequence
-from kvrelay import child
+from kvrelay.cluster import child
 
 POISON = (17_017, 23_023, 29_029)
 LATE_POISON = (17_017, 23_023, 31_031)

@@ -10,12 +10,12 @@ from typing import Protocol
 import numpy as np
 
 from engine.cache.layout import KvLayout
-from engine.errors import EngineError
 from engine.types import BlockId, Epoch, Incarnation, LeaseId
-from kv_transfer.coverage import BlockRange
+from kv_transfer.blocks import BlockRange
 from kv_transfer.frame import Frame, FrameKind, seal
-from kv_transfer.handle import KvHandle
-from kv_transfer.handoff_sender import (
+from kv_transfer.handoff.handle import KvHandle
+from kv_transfer.handoff.messages import Commit, Credit, Rejection
+from kv_transfer.handoff.sender import (
     Accepted,
     Acknowledged,
     CreditGranted,
@@ -28,7 +28,7 @@ from kv_transfer.handoff_sender import (
     SenderHandoff,
     SendKv,
 )
-from kv_transfer.messages import Commit, Credit, Rejection
+from kvrelay.errors import EngineError
 from tests.fakes_transport import FakeClock, tiny_layout
 
 LAYOUT = tiny_layout(num_layers=2, num_kv_heads=1, head_dim=1, block_size=8)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.gguf_header import TensorEntry, read_gguf_header
-from engine.model.gguf_file import GgufFile
+from engine.model.files.gguf_file import GgufFile
+from kvrelay.formats.gguf_header import TensorEntry, read_gguf_header
 
 _EXTREME_INTEGERS = (0, -1, 1, 255, 2**31 - 1, 2**31, 2_000_000_000, 2**32 - 1, 2**53, 2**63 - 1, 2**64 - 1)
 _EXTREME_NUMBERS = (0.0, -1.0, 1e-45, 3.4e38, 1e308, float("inf"), float("-inf"), float("nan"))

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from engine.config import ModelConfig
-from engine.spec.head_format import DraftHeadFile, save_head, weight_shapes
+from engine.spec.head.format import DraftHeadFile, save_head, weight_shapes
 
 
 def make_tiny_head(

@@ -8,11 +8,11 @@ from typing import TypeVar
 
 from engine.types import Epoch, Incarnation, LeaseId
 from kv_transfer.frame import Frame, FrameKind, seal
-from kv_transfer.grpc_transport import GrpcTransport
-from kv_transfer.inproc import InprocTransport
-from kv_transfer.shm import ShmTransport
-from kv_transfer.transport import Connection, ConnectionHandler, Transport
-from kv_transfer.ucx import UcxTransport
+from kv_transfer.transports.grpc.transport import GrpcTransport
+from kv_transfer.transports.inproc import InprocTransport
+from kv_transfer.transports.port import Connection, ConnectionHandler, Transport
+from kv_transfer.transports.shm.transport import ShmTransport
+from kv_transfer.transports.ucx.transport import UcxTransport
 
 TRANSPORTS: dict[str, Callable[[], Transport]] = {
     "inproc": InprocTransport,

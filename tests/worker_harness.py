@@ -15,11 +15,10 @@ from decode_service.servicer import DecodeServicer
 from decode_service.settings import DecodeSettings
 from engine.engine import Engine, EngineLoad
 from engine.loop import EngineLoop
-from engine.serving.options import channel_options
-from engine.serving.server import ServiceServer
-from engine.serving.status import from_status
 from engine.types import EngineRequest, Incarnation, SequenceOutput, WorkerId
-from kv_transfer.registry import TransportRegistry
+from kv_transfer.transports.registry import TransportRegistry
+from kvrelay.channel import channel_options
+from kvrelay.serving.server import ServiceServer
 from kvrelay.v1 import (
     decode_service_pb2,
     decode_service_pb2_grpc,
@@ -29,6 +28,7 @@ from kvrelay.v1 import (
 )
 from kvrelay.wire.layout import layout_to_proto
 from kvrelay.wire.requests import engine_request_to_proto, output_from_proto
+from kvrelay.wire.status import from_status
 from prefill_service.servicer import LayerListener, PrefillServicer
 from worker.step_watch import StepWatch
 from worker.tier import TierService, WorkerContext

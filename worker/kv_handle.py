@@ -1,8 +1,8 @@
 """KvHandle and TransferStats: the KV-transfer layer's values to protos and back. Used by both tiers."""
 
-from engine.errors import InvalidRequest
 from engine.types import Epoch, Incarnation, LeaseId, WorkerId
-from kv_transfer.handle import TICKET_BYTES, KvHandle, TransferStats
+from kv_transfer.handoff.handle import TICKET_BYTES, KvHandle, TransferStats
+from kvrelay.errors import InvalidRequest
 from kvrelay.v1 import handoff_pb2, session_pb2
 
 

@@ -7,19 +7,19 @@ from collections.abc import Callable
 import structlog
 
 from engine.engine import Engine, ExportListener
-from engine.errors import EngineError, StepFailed
 from engine.loop import EngineLoop
-from engine.model.source import resolve_model
-from engine.serving.heap import freeze_start_up
-from engine.serving.server import ServiceServer
-from engine.serving.start_up import stops_at_once
-from engine.serving.telemetry import configure_logging, configure_tracing, shutdown_tracing
+from engine.model.files.source import resolve_model
 from engine.types import Incarnation, RequestId, SequenceOutput, WorkerId
+from kvrelay.errors import EngineError, StepFailed
+from kvrelay.serving.heap import freeze_start_up
+from kvrelay.serving.server import ServiceServer
+from kvrelay.serving.start_up import stops_at_once
+from kvrelay.serving.telemetry import configure_logging, configure_tracing, shutdown_tracing
 from kvrelay.v1 import registry_service_pb2, worker_service_pb2, worker_service_pb2_grpc
 from kvrelay.wire.layout import layout_to_proto
 from worker.advertise import advertised_host
-from worker.bootstrap import build_engine
-from worker.kernels import describe_kernels
+from worker.compute.bootstrap import build_engine
+from worker.compute.kernels import describe_kernels
 from worker.priority import share_cores
 from worker.registration import Registration
 from worker.settings import WorkerSettings

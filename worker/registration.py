@@ -11,10 +11,10 @@ import grpc
 import grpc.aio
 import structlog
 
-from engine.serving.options import channel_options
-from engine.serving.status import from_rpc_error
+from kvrelay.channel import channel_options
 from kvrelay.v1 import registry_service_pb2 as pb
 from kvrelay.v1 import registry_service_pb2_grpc
+from kvrelay.wire.status import from_rpc_error
 from worker.step_watch import StepWatch
 
 RETRY_INTERVAL_S = 0.5

@@ -8,9 +8,9 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from engine.config import KvDtype
-from engine.errors import InvalidRequest
-from engine.serving.settings import RoleSettings
-from engine.serving.target import parse_target
+from kvrelay.errors import InvalidRequest
+from kvrelay.serving.settings import RoleSettings
+from kvrelay.target import parse_target
 
 DEFAULT_KV_MEMORY_MIB = 512
 """Memory for KV blocks on the CPU."""

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import grpc.aio
 
 from engine.cache.layout import KvLayout
-from engine.errors import EngineError
 from engine.loop import EngineLoop
 from engine.model.kv_cache import KvCache
 from engine.types import Incarnation, RequestId, SequenceOutput, WorkerId
+from kvrelay.errors import EngineError
 from kvrelay.v1 import session_pb2
 from worker.step_watch import StepWatch
 

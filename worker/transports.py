@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from engine.errors import InvalidRequest
 from kv_transfer.device import DeviceMemory
-from kv_transfer.grpc_transport import GrpcTransport
-from kv_transfer.registry import TransportRegistry
-from kv_transfer.shm import ShmTransport
-from kv_transfer.transport import Transport
-from kv_transfer.ucx import UcxTransport, is_available
+from kv_transfer.transports.grpc.transport import GrpcTransport
+from kv_transfer.transports.port import Transport
+from kv_transfer.transports.registry import TransportRegistry
+from kv_transfer.transports.shm.transport import ShmTransport
+from kv_transfer.transports.ucx.transport import UcxTransport, is_available
+from kvrelay.errors import InvalidRequest
 from worker.advertise import advertised_host
 from worker.settings import WorkerSettings
 

@@ -9,7 +9,7 @@ from benchmarks.common.progress import BenchProgress
 from benchmarks.common.prompts import PromptSource
 from benchmarks.common.stream import run_request, wait_idle
 from kvrelay.client import AsyncClient
-from kvrelay.cluster import ClusterConfig, LocalCluster
+from kvrelay.cluster.local import ClusterConfig, LocalCluster
 from worker.settings import WorkerSettings
 
 WARM_UP_PROMPT_TOKENS = (600, 40)

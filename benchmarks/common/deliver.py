@@ -15,7 +15,7 @@ from benchmarks.common.plot import check_plottable, write_plot
 from benchmarks.common.progress import BenchProgress, ConsoleProgress
 from benchmarks.common.report import BenchReport, write_json
 from benchmarks.common.table import report_tables
-from engine.errors import InvalidRequest
+from kvrelay.errors import InvalidRequest
 
 Measurement = Callable[[BenchProgress], Awaitable[BenchReport]]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.common.report import BarChart, BenchReport
-from engine.errors import InvalidRequest
+from kvrelay.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.errors import EngineError
 from kvrelay.client import AsyncClient
+from kvrelay.errors import EngineError
 from kvrelay.requests import SamplingOptions
 from kvrelay.results import Chunk, Complete, Timings, Usage
 

@@ -11,8 +11,8 @@ from benchmarks.common.report import BarChart, BenchReport, JsonValue, Row, mode
 from benchmarks.common.stats import Spread, median_or_none, round_order, spread
 from benchmarks.common.stream import wait_idle
 from benchmarks.interference.window import WindowPlan, WindowResult, run_window
-from engine.errors import InvalidRequest
 from kvrelay.client import AsyncClient
+from kvrelay.errors import InvalidRequest
 
 DISAGGREGATED = "disaggregated"
 COLOCATED = "colocated"

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from benchmarks.common.prompts import PromptSource
 from benchmarks.common.stream import run_request
-from engine.errors import EngineError
 from kvrelay.client import AsyncClient
+from kvrelay.errors import EngineError
 
 FIRST_TOKEN_TIMEOUT_S = 120.0
 LAST_GAP_TIMEOUT_S = 120.0

@@ -13,7 +13,7 @@ from benchmarks.ladder.work import Work
 from decode_service.settings import DecodeSettings
 from engine.engine import Engine
 from engine.types import EngineRequest, RequestId, SamplingParams
-from worker.bootstrap import build_engine
+from worker.compute.bootstrap import build_engine
 
 KV_MARGIN_TOKENS = 64
 """Room for each sequence beyond prompt and answer: its last block."""

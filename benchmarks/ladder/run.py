@@ -14,10 +14,10 @@ from benchmarks.common.stats import round_order
 from benchmarks.common.stream import run_request, wait_idle
 from benchmarks.ladder.local import LocalRungs, Measured
 from benchmarks.ladder.work import Work, make_work
-from engine.model.source import resolve_model
-from engine.serving.telemetry import configure_logging
-from engine.text.tokenizer import load_tokenizer
+from engine.model.files.source import resolve_model
 from kvrelay.client import AsyncClient
+from kvrelay.serving.telemetry import configure_logging
+from kvrelay.text.tokenizer import load_tokenizer
 
 NAIVE = "naive: no KV cache"
 CACHED = "+ KV cache"

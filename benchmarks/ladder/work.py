@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from benchmarks.common.data import corpus
-from engine.text.tokenizer import Tokenizer
+from kvrelay.text.tokenizer import Tokenizer
 
 QUESTIONS = (
     "What is the text about?",

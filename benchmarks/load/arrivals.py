@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.common.data import DATA_DIR
 from benchmarks.common.prompts import PromptSource
-from engine.errors import InvalidRequest
+from kvrelay.errors import InvalidRequest
 
 TRACES = {
     "azure-conv": "azure_llm_2023_conv.csv",

@@ -10,8 +10,8 @@ from benchmarks.common.report import JsonValue
 from benchmarks.common.stats import spread
 from benchmarks.common.stream import RequestTrace, run_request
 from benchmarks.load.arrivals import PlannedRequest
-from engine.errors import EngineError
 from kvrelay.client import AsyncClient
+from kvrelay.errors import EngineError
 
 
 @dataclass(slots=True)

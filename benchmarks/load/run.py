@@ -11,8 +11,8 @@ from benchmarks.common.report import BarChart, BenchReport, JsonValue, Row, mode
 from benchmarks.common.stream import wait_idle
 from benchmarks.load.arrivals import PlannedRequest, closed_loop, poisson, read_trace, replay
 from benchmarks.load.measure import Slo, run_closed, run_open, summarize
-from engine.errors import InvalidRequest
 from kvrelay.client import AsyncClient
+from kvrelay.errors import InvalidRequest
 
 CONTEXT_MARGIN_TOKENS = 8
 """Left free behind prompt and output."""

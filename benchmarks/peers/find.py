@@ -17,7 +17,7 @@ from benchmarks.peers.answers import Peer
 from benchmarks.peers.http_peer import llama_server, vllm_server
 from benchmarks.peers.process import pipe_peer
 from benchmarks.peers.requantize import bf16_folder, q4_0_file
-from engine.errors import EngineError, InvalidRequest
+from kvrelay.errors import EngineError, InvalidRequest
 
 OPENVINO = "openvino"
 TRANSFORMERS = "transformers"

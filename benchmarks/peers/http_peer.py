@@ -14,7 +14,7 @@ from typing import IO
 from benchmarks.peers.answers import PeerAnswer, PeerResult
 from benchmarks.peers.process import JOB_TIMEOUT_S, ProcessGroup
 from benchmarks.peers.tied import tied
-from engine.errors import EngineError
+from kvrelay.errors import EngineError
 
 START_TIMEOUT_S = 600.0
 LAST_WORDS = 1000

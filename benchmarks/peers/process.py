@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.peers.answers import PeerAnswer, PeerResult
 from benchmarks.peers.tied import tied
-from engine.errors import EngineError
+from kvrelay.errors import EngineError
 
 ROOT = Path(__file__).resolve().parents[2]
 LOAD_TIMEOUT_S = 300.0

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 from engine.config import ModelConfig, RopeScaling
-from engine.errors import InvalidRequest
-from engine.model.loader import open_weights
+from engine.model.files.open import open_weights
 from engine.model.weights import parameter_shapes
-from engine.text.gguf_tokenizer import load_gguf_tokenizer
+from kvrelay.errors import InvalidRequest
+from kvrelay.text.gguf_tokenizer import load_gguf_tokenizer
 
 _FILE_TYPE_Q4_0: Final = 2
 _SKIPPED_FIELDS: Final = frozenset({"general.architecture", "general.file_type"})

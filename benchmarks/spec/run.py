@@ -16,7 +16,7 @@ from benchmarks.common.stats import round_order
 from benchmarks.spec.figures import SHOWN_POSITIONS, Tally, merged
 from benchmarks.spec.tasks import EDITING, SpecTask, TextSource, chosen_categories, load_tasks
 from benchmarks.spec.variants import ClusterVariant, LocalText, LocalVariant, Variant
-from engine.errors import InvalidRequest
+from kvrelay.errors import InvalidRequest
 
 PLAIN = "none"
 """The variant without speculation, named as workers name it."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from benchmarks.common.data import MT_BENCH_CATEGORIES, editing_tasks, spec_bench_questions
-from engine.errors import InvalidRequest
+from kvrelay.errors import InvalidRequest
 
 Chat: TypeAlias = Sequence[tuple[str, str]]
 """(role, content) of each message."""

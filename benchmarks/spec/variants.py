@@ -17,13 +17,13 @@ from benchmarks.common.stream import RequestTrace, run_request, wait_idle
 from benchmarks.spec.tasks import Chat
 from decode_service.settings import DecodeSettings
 from engine.engine import Engine
-from engine.errors import EngineError
-from engine.model.source import resolve_model
-from engine.text.tokenizer import load_tokenizer
+from engine.model.files.source import resolve_model
 from engine.types import EngineRequest, RequestId, SamplingParams, SequenceOutput
 from kvrelay.client import AsyncClient
+from kvrelay.errors import EngineError
 from kvrelay.results import Timings, Usage
-from worker.bootstrap import build_engine
+from kvrelay.text.tokenizer import load_tokenizer
+from worker.compute.bootstrap import build_engine
 
 
 class Variant(Protocol):

@@ -19,15 +19,15 @@ from benchmarks.transfer.receiver import ACKNOWLEDGED, SIZE, SOCKET_BUFFER_BYTES
 from benchmarks.transfer.receiver_process import OpenedReceiver
 from engine.cache.layout import KvLayout
 from engine.clock import SystemClock
-from engine.errors import EngineError
 from engine.model.kv_cache import KvCache
 from engine.types import BlockId, Epoch, Incarnation, LeaseId, WorkerId
-from kv_transfer.exporter import Exporter
-from kv_transfer.handle import KvHandle, Peer, TransferStats
-from kv_transfer.importer import Importer
-from kv_transfer.inproc import InprocTransport
-from kv_transfer.lease import LeaseTable
-from kv_transfer.registry import TransportRegistry
+from kv_transfer.handoff.exporter import Exporter
+from kv_transfer.handoff.handle import KvHandle, Peer, TransferStats
+from kv_transfer.handoff.importer import Importer
+from kv_transfer.handoff.lease import LeaseTable
+from kv_transfer.transports.inproc import InprocTransport
+from kv_transfer.transports.registry import TransportRegistry
+from kvrelay.errors import EngineError
 
 MEMCPY = "memcpy"
 MEMCPY_BY_LAYER = "memcpy by layer"

@@ -14,14 +14,14 @@ import torch
 
 from benchmarks.transfer.receiver_process import OpenedReceiver, opened_receiver, receiver_process
 from engine.engine import ChunkProgress, Engine
-from engine.errors import DeviceError
 from engine.loop import EngineLoop
 from engine.types import EngineRequest, Incarnation, RequestId, SamplingParams, SequenceOutput, WorkerId
-from kv_transfer.export import Export
-from kv_transfer.exporter import Exporter
-from kv_transfer.handle import TransferStats
+from kv_transfer.handoff.export import Export
+from kv_transfer.handoff.exporter import Exporter
+from kv_transfer.handoff.handle import TransferStats
+from kvrelay.errors import DeviceError
 from prefill_service.settings import PrefillSettings
-from worker.bootstrap import build_engine
+from worker.compute.bootstrap import build_engine
 from worker.transports import make_transports
 
 MODES: dict[str, bool | None] = {"adaptive": None, "layerwise": True, "oneshot": False}

@@ -17,15 +17,15 @@ import torch
 
 from benchmarks.transfer.shapes import layout_from_json
 from engine.clock import SystemClock
-from engine.errors import EngineError
 from engine.model.kv_cache import KvCache
-from engine.serving.telemetry import configure_logging
 from engine.types import BlockId, Epoch, Incarnation, LeaseId, WorkerId
-from kv_transfer.handle import KvHandle, TransferStats
-from kv_transfer.importer import Importer
-from kv_transfer.lease import LeaseTable
-from kv_transfer.registry import TransportRegistry
-from kv_transfer.ucx import is_available
+from kv_transfer.handoff.handle import KvHandle, TransferStats
+from kv_transfer.handoff.importer import Importer
+from kv_transfer.handoff.lease import LeaseTable
+from kv_transfer.transports.registry import TransportRegistry
+from kv_transfer.transports.ucx.transport import is_available
+from kvrelay.errors import EngineError
+from kvrelay.serving.telemetry import configure_logging
 from worker.settings import WorkerSettings
 from worker.transports import make_transports
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from benchmarks.transfer.receiver import INCARNATION, WORKER_ID, handle_from_json
 from benchmarks.transfer.shapes import layout_to_json
 from engine.cache.layout import KvLayout
-from engine.errors import EngineError
-from kv_transfer.handle import KvHandle, Peer
+from kv_transfer.handoff.handle import KvHandle, Peer
+from kvrelay.errors import EngineError
 
 ANSWER_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 10.0

@@ -16,9 +16,9 @@ from benchmarks.transfer.receiver_process import opened_receiver, receiver_proce
 from benchmarks.transfer.serving import ONE_PROCESS, ServingSamples, serving_row
 from benchmarks.transfer.shapes import LLAMA_3_8B, KvShape, smollm2_shape
 from engine.config import KvDtype
-from engine.model.source import resolve_model
-from engine.serving.telemetry import configure_logging
-from engine.text.tokenizer import load_tokenizer
+from engine.model.files.source import resolve_model
+from kvrelay.serving.telemetry import configure_logging
+from kvrelay.text.tokenizer import load_tokenizer
 
 BASELINES = {"shm": MEMCPY, "ucx": SOCKET, "grpc": SOCKET, SOCKET: MEMCPY, INPROC: MEMCPY, MEMCPY_BY_LAYER: MEMCPY}
 """What each path is measured against."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import xxhash
 
 from engine.config import KvDtype, ModelConfig
-from engine.errors import LayoutMismatch
+from kvrelay.errors import LayoutMismatch
 
 __all__ = ["KvDtype", "KvLayout"]  # the transfer layer knows cached KV from here only
 

@@ -1,7 +1,7 @@
 """Which kernels compute a model on this machine, and why those. Loads and compiles nothing.
 
 `loader.load_model` follows the choice; `kvrelay check` tells it beforehand. Triton's kernels are another model's
-(`cuda_loader.py`), for the worker to choose.
+(`engine/model/cuda/loader.py`), for the worker to choose.
 """
 
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from typing import Literal
 import torch
 
 from engine.config import ModelConfig
-from engine.errors import InvalidRequest
 from engine.kernels.cpu.build import KernelsUnavailable, check_compiler
-from engine.model.gguf_file import GgufFile
-from engine.model.native_weights import check_head_dim, has_float_matrices
-from engine.model.source import ModelSource
+from engine.model.cpu.weights import check_head_dim, has_float_matrices
+from engine.model.files.gguf_file import GgufFile
+from engine.model.files.source import ModelSource
+from kvrelay.errors import InvalidRequest
 
 Compute = Literal["auto", "native", "torch"]
 """`native`: integer kernels on the CPU, weights that are not quantized yet become int8. `torch`: fp32 on any device.

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from engine.cache.layout import KvLayout
-from engine.errors import InvalidRequest, LayoutMismatch
 from engine.model.device_bytes import TensorMemory
 from engine.model.kv_convert import read_tokens, split_blocks
+from kvrelay.errors import InvalidRequest, LayoutMismatch
 
 _Bytes = npt.NDArray[np.uint8]
 _MADV_POPULATE_WRITE = 23 if sys.platform == "linux" else None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.cache.layout import KvLayout
 from engine.config import KvDtype
-from engine.errors import LayoutMismatch
+from kvrelay.errors import LayoutMismatch
 
 _TORCH_DTYPES = {
     KvDtype.FP32: torch.float32,

@@ -1,8 +1,7 @@
-"""Loading a model by name: find its files, read config and weights, build the native or the plain model.
+"""Loading a model by name: open its files, choose the kernels, build the native or the plain model.
 
-Which names exist is `source.py`'s matter, what the files say that of `hf_config.py`, `gguf_config.py` and the weight
-readers, which parameters a model needs that of `weights.py`, and how the native kernels want them that of
-`native_weights.py`. Nothing here reads tokenizers.
+What the files say is the matter of `files/`, which parameters a model needs that of `weights.py`, and how the native
+kernels want them that of `cpu/weights.py`. Nothing here reads tokenizers.
 """
 
 import math
@@ -18,23 +17,20 @@ from engine.kernels.cpu.build import KernelsUnavailable
 from engine.kernels.cpu.library import load_library
 from engine.kernels.interface import Kernels
 from engine.kernels.torch_kernels import TorchKernels
-from engine.model.gguf_config import read_gguf_config
-from engine.model.gguf_file import GgufFile
-from engine.model.gguf_weights import GgufWeights
-from engine.model.hf_config import read_hf_config
-from engine.model.hf_weights import HfWeights
+from engine.model.cpu.model import NativeModel
+from engine.model.cpu.weights import BlockReader, GgufBlocks, NoBlocks, load_native_weights
+from engine.model.files.gguf_file import GgufFile
+from engine.model.files.gguf_weights import GgufWeights
+from engine.model.files.open import open_weights
+from engine.model.files.source import resolve_model
 from engine.model.interface import LanguageModel
 from engine.model.kernel_choice import Compute, choose_kernels, fall_back
 from engine.model.llama import LlamaModel
-from engine.model.native import NativeModel
-from engine.model.native_weights import BlockReader, GgufBlocks, NoBlocks, load_native_weights
 from engine.model.rope import inverse_frequencies
-from engine.model.source import resolve_model
 from engine.model.weights import (
     LayerWeights,
     LlamaWeights,
     WeightReader,
-    check_complete,
     load_ends,
     load_layer,
     parameter_shapes,
@@ -47,38 +43,6 @@ _log = structlog.get_logger(__name__)
 _NUM_LOADING_THREADS = 2
 """Dequantizing is bound by memory; more threads gain little and hold more layers at once."""
 _FP32_BYTES = 4
-
-
-def load_config(source: str) -> ModelConfig:
-    """Read a model's config without its weights.
-
-    Args:
-        source: A name as `resolve_model` takes it.
-
-    Raises:
-        InvalidRequest: No such model, or one that is not supported; names the field `model`.
-    """
-    found = resolve_model(source)
-    return read_gguf_config(GgufFile(found.path)) if found.kind == "gguf" else read_hf_config(found.path)
-
-
-def open_weights(source: str) -> tuple[ModelConfig, WeightReader]:
-    """Open a model's files, and check that they hold exactly the parameters of its config.
-
-    Raises:
-        InvalidRequest: As `load_config`, or a tensor is missing, unused or of the wrong shape.
-    """
-    found = resolve_model(source)
-    reader: WeightReader
-    if found.kind == "gguf":
-        file = GgufFile(found.path)
-        config = read_gguf_config(file)
-        reader = GgufWeights(file, config)
-    else:
-        config = read_hf_config(found.path)
-        reader = HfWeights(found.path, config)
-    check_complete(config, reader)
-    return config, reader
 
 
 def load_model(

@@ -1,7 +1,8 @@
 """The parameters a Llama-family model must have, and bringing them from a file into the form the kernels want.
 
-`hf_weights.py` and `gguf_weights.py` read the files; this module knows neither. Every parameter must be there in its
-shape, and every tensor of the file must be used: a checkpoint of another kind is refused, not half loaded.
+`engine/model/files/hf_weights.py` and `engine/model/files/gguf_weights.py` read the files; this module knows neither.
+Every parameter must be there in its shape, and every tensor of the file must be used: a checkpoint of another kind is
+refused, not half loaded.
 """
 
 from collections.abc import Mapping
@@ -13,8 +14,8 @@ import xxhash
 from torch import Tensor
 
 from engine.config import ModelConfig
-from engine.errors import InvalidRequest, shown
 from engine.kernels.interface import Kernels, Linear
+from kvrelay.errors import InvalidRequest, shown
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"

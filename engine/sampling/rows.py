@@ -18,7 +18,8 @@ from engine.kernels.cpu.library import load_library
 from engine.kernels.cpu.sampling import NativeSampler, RowDraw
 from engine.sampling.distribution import candidates
 from engine.sampling.sampler import draw, position_logprobs
-from engine.types import PositionLogprobs, SamplingParams, TokenLogprob
+from engine.types import SamplingParams
+from kvrelay.values import PositionLogprobs, TokenLogprob
 
 _log = structlog.get_logger(__name__)
 

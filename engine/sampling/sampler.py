@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from engine.sampling.distribution import Candidates, TokenHistory, candidates, process_logits
 from engine.sampling.noise import MAX_GUMBEL, gumbel_noise
-from engine.types import PositionLogprobs, SamplingParams, TokenLogprob
+from engine.types import SamplingParams
+from kvrelay.values import PositionLogprobs, TokenLogprob
 
 _NOISE_FIRST_LOOK = 256
 

@@ -1,8 +1,8 @@
 """What can never be served here, refused before it is queued. Pure checks."""
 
 from engine.cache.block_pool import BlockPool
-from engine.errors import ContextTooLong
 from engine.sequence import Sequence
+from kvrelay.errors import ContextTooLong
 
 
 def check_fits(sequence: Sequence, pool: BlockPool, max_position: int) -> None:

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from engine.errors import EngineError
 from engine.sequence import Sequence
-from engine.types import PositionLogprobs, RequestId
+from engine.types import RequestId
+from kvrelay.errors import EngineError
+from kvrelay.values import PositionLogprobs
 
 
 @dataclass(frozen=True, slots=True)

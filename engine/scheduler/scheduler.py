@@ -11,14 +11,15 @@ from collections.abc import Sequence as SequenceOf
 
 from engine.cache.block_pool import BlockPool
 from engine.config import SchedulerConfig
-from engine.errors import CapacityError, EngineError
 from engine.scheduler.draft_room import DraftRoom
 from engine.scheduler.limits import check_fits
 from engine.scheduler.order import goes_first, victim_of
 from engine.scheduler.plan import SampledTokens, ScheduledChunk, StepPlan, StepResult
 from engine.scheduler.trial import tried_alone
 from engine.sequence import Sequence, SequenceStatus
-from engine.types import BlockId, FinishReason, PrefillTiming, RequestId, SequenceOutput
+from engine.types import BlockId, PrefillTiming, RequestId, SequenceOutput
+from kvrelay.errors import CapacityError, EngineError
+from kvrelay.values import FinishReason
 
 
 class Scheduler:

@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 
 from engine.sequence import Sequence
 from engine.spec.drafter import Drafter, Proposal
-from engine.spec.pace import DraftPacer
+from engine.spec.pace.pacer import DraftPacer
 from engine.types import RequestId
 
 

@@ -15,7 +15,8 @@ from engine.sampling.distribution import TokenHistory
 from engine.sampling.sampler import SampleRequest
 from engine.spec.sampling import NewTokens
 from engine.spec.verify import VerifyItem, accept, failure, histories
-from engine.types import PositionLogprobs, SamplingParams, TokenLogprob
+from engine.types import SamplingParams
+from kvrelay.values import PositionLogprobs, TokenLogprob
 
 _WORD = 2**32
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from engine.sampling.distribution import TokenHistory
 from engine.sequence import Sequence
-from engine.spec.acceptance import Acceptance
 from engine.spec.drafter import Evidence, Proposal
+from engine.spec.pace.acceptance import Acceptance
 
 
 @dataclass(slots=True)

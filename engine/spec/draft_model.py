@@ -3,7 +3,7 @@
 It owns its model's KV blocks, a pool of its own with bounded memory, and computes a prompt's KV a few tokens a step, so
 that running streams do not wait for it. Rejected drafts are rolled back by going on from the last token that both agree
 on. Each draft is drawn by the target's own rule, all sampling fields and the position's noise included: the target as
-its own drafter is accepted always. Loads nothing; `worker/bootstrap.py` does.
+its own drafter is accepted always. Loads nothing; `worker/compute/bootstrap.py` does.
 """
 
 import math
@@ -24,10 +24,10 @@ from engine.model.kv_cache import KvCache
 from engine.sampling.rows import LogprobQuery, NumpyRows, RowSampler
 from engine.sampling.sampler import SampleRequest
 from engine.sequence import Sequence
-from engine.spec.cost import StepLoad
 from engine.spec.draft import Draft
 from engine.spec.drafter import NO_PROPOSAL, Proposal, evidence_of_probability
-from engine.spec.pace import DraftPacer
+from engine.spec.pace.cost import StepLoad
+from engine.spec.pace.pacer import DraftPacer
 from engine.spec.verify import VerifyItem, target_tokens
 from engine.types import BlockId, RequestId
 

@@ -1,7 +1,7 @@
 """Drafter: the port behind which tokens are guessed. A guess costs rows, never correctness.
 
-A proposal says for each token why it is proposed. How often guesses of that class come true is counted in `pace.py`,
-which decides how many of them are worth a row; a drafter need not know how good it is.
+A proposal says for each token why it is proposed. How often guesses of that class come true is counted in
+`engine/spec/pace/pacer.py`, which decides how many of them are worth a row; a drafter need not know how good it is.
 """
 
 from collections.abc import Sequence as SequenceOf

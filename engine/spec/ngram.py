@@ -14,7 +14,7 @@ from functools import cache
 
 from engine.sequence import Sequence
 from engine.spec.drafter import NO_PROPOSAL, Evidence, Proposal
-from engine.spec.pace import DraftPacer
+from engine.spec.pace.pacer import DraftPacer
 from engine.types import RequestId
 
 MAX_N = 4

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.errors import EngineError
 from engine.sampling.rows import LogprobQuery, NumpyRows, RowSampler
 from engine.spec.verify import VerifyItem, failure, verify
-from engine.types import PositionLogprobs
+from kvrelay.errors import EngineError
+from kvrelay.values import PositionLogprobs
 
 
 @dataclass(frozen=True, slots=True)

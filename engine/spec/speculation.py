@@ -5,7 +5,7 @@ from collections.abc import Sequence as SequenceOf
 from engine.scheduler.plan import StepPlan
 from engine.sequence import Sequence
 from engine.spec.drafter import Drafter
-from engine.spec.pace import DraftPacer
+from engine.spec.pace.pacer import DraftPacer
 from engine.types import RequestId, SequenceOutput
 
 

@@ -17,11 +17,11 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from engine.errors import EngineError, SamplingFailed
 from engine.request_checks import no_token_allowed
 from engine.sampling.distribution import TokenHistory, is_plain_greedy, needs_processing, process_logits
 from engine.sampling.rows import Draw, NumpyRows, RowSampler
 from engine.sampling.sampler import SampleRequest
+from kvrelay.errors import EngineError, SamplingFailed
 
 _log = structlog.get_logger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from engine.errors import InvalidRequest
+from kvrelay.errors import InvalidRequest
 
 _TOKENS, _INDEX = "tokens.u32", "index.jsonl"
 _TOKEN_BYTES = 4

@@ -20,16 +20,16 @@ from torch.nn import functional
 
 from engine.cache.layout import KvLayout
 from engine.config import default_kv_dtype
-from engine.errors import InvalidRequest
 from engine.model.batch import SequenceRows, StepBatch, build_batch
+from engine.model.cpu.model import NativeModel
 from engine.model.interface import LayerTaps, TappedModel
 from engine.model.kv_cache import KvCache
-from engine.model.native import NativeModel
 from engine.training.corpus import Conversation
 from engine.training.head import HeadBatch, Segment
 from engine.training.loss import Teaching
 from engine.training.target import TargetParts
 from engine.types import BlockId
+from kvrelay.errors import InvalidRequest
 
 NUM_TEACHER_TOKENS = 32
 _TAPS, _IDS, _SHARES, _MANIFEST = "taps.f16", "teacher_ids.i16", "teacher_shares.f16", "features.json"

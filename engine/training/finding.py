@@ -1,7 +1,7 @@
 """Heads that find, built rather than trained: some attention looks where the context holds the coming token already.
 
 Much of what a model says stands in its context: names out of a passage, a sentence said before, a loop. A lookup of the
-newest two tokens tells most of it. The finding heads of a draft head (`engine/spec/head_format.py`) are that lookup in
+newest two tokens tells most of it. The finding heads of a draft head (`engine/spec/head/format.py`) are that lookup in
 one layer of attention, an induction head (Olsson et al., arXiv 2209.11895): a row's key holds codes of the two tokens
 before its own, a query codes of the newest two, and a row's value tells its own token. Training finds such weights
 slowly and for frequent tokens only; written down, they work for every token from the start.
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.spec import head_format as names
-from engine.spec.head_format import num_finding_kv_heads
+from engine.spec.head import format as names
+from engine.spec.head.format import num_finding_kv_heads
 from engine.training.head import DraftHead
 
 _NEWEST_SHARE: Final = 0.625

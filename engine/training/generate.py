@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine.engine import Engine
-from engine.text.tokenizer import Tokenizer
 from engine.training.corpus import Conversation, Corpus
 from engine.training.settings import GenerationSettings
 from engine.training.topics import FOLLOW_UPS, Assignment, assign
 from engine.types import EngineRequest, RequestId, SamplingParams, SequenceOutput
+from kvrelay.text.tokenizer import Tokenizer
 
 _MARK = "\x02turn\x02"
 """Stands where the user's words go while a template is taken apart."""

@@ -4,7 +4,7 @@ Rows of all sequences lie side by side, without padding; only attention goes seq
 every row sees true features. In step s row i stands for the s-th draft of a run that began at row i - s + 1: its
 feature is what step s - 1 gave at row i - 1, and it attends to true rows up to i - s + 1 and to one row of each later
 step.
-The mathematics is that of `engine/spec/head_format.py`.
+The mathematics is that of `engine/spec/head/format.py`.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.spec import head_format as names
-from engine.spec.head_format import DraftHeadFile, num_finding_kv_heads, weight_shapes
+from engine.spec.head import format as names
+from engine.spec.head.format import DraftHeadFile, num_finding_kv_heads, weight_shapes
 from engine.training.target import TargetParts
 
 _BUILT = (names.FIND_QUERY, names.FIND_KEY)

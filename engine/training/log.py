@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from engine.errors import InvalidRequest
 from engine.training.corpus import Conversation
 from engine.training.coupling import Coupling
 from engine.training.head import DraftHead
 from engine.training.settings import GenerationSettings, TrainingSettings
 from engine.training.train import HistoryEntry
+from kvrelay.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,14 @@ from torch import Tensor
 from engine.cache.layout import KvLayout
 from engine.config import CacheConfig, ModelConfig, SchedulerConfig, default_kv_dtype
 from engine.engine import Engine
-from engine.errors import InvalidRequest
+from engine.model.cpu.model import NativeModel
+from engine.model.files.open import load_config
+from engine.model.files.source import resolve_model
 from engine.model.interface import TappedModel
 from engine.model.kv_cache import KvCache
 from engine.model.llama import LlamaModel
-from engine.model.loader import load_config, load_model
-from engine.model.native import NativeModel
-from engine.model.source import resolve_model
-from engine.spec.head_format import DraftHeadFile, load_head, save_head
-from engine.text.tokenizer import load_tokenizer
+from engine.model.loader import load_model
+from engine.spec.head.format import DraftHeadFile, load_head, save_head
 from engine.training.corpus import Conversation, Corpus
 from engine.training.coupling import measure_coupling
 from engine.training.evaluate import Evaluator
@@ -32,6 +31,8 @@ from engine.training.log import TrainingLog
 from engine.training.settings import GenerationSettings, TrainingSettings
 from engine.training.target import load_target_parts
 from engine.training.train import HistoryEntry, Trainer
+from kvrelay.errors import InvalidRequest
+from kvrelay.text.tokenizer import load_tokenizer
 
 _TEXT, _FEATURES, _TRAINING = "text", "features", "training"
 _RUN = "run.json"
@@ -75,7 +76,7 @@ def train_drafter(
     """Let a model write text, train a head on it and write the head's file and, beside it, the log of its training.
 
     Args:
-        model_name: As `engine.model.source.resolve_model` takes it.
+        model_name: As `engine.model.files.source.resolve_model` takes it.
         out: The .safetensors file; the log gets the same name with .json.
         work_dir: Where text, features and checkpoints are kept; a run that is started again goes on from them.
         generation: How the text is written.

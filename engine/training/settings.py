@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.errors import InvalidRequest
+from kvrelay.errors import InvalidRequest
 
 MAX_VOCAB_SIZE = 32767
 """Places in the head's vocabulary are kept as int16."""

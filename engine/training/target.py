@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.config import ModelConfig
-from engine.model.loader import open_weights
+from engine.model.files.open import open_weights
 from engine.model.rope import inverse_frequencies
 from engine.model.weights import EMBEDDING, FINAL_NORM, LM_HEAD, rope_factors
 
@@ -34,7 +34,7 @@ def load_target_parts(source: str) -> TargetParts:
     """Read them from a model's files.
 
     Raises:
-        InvalidRequest: As `engine.model.loader.open_weights`.
+        InvalidRequest: As `engine.model.files.open.open_weights`.
     """
     config, reader = open_weights(source)
     embedding = reader.read(EMBEDDING).clone()

@@ -94,9 +94,8 @@ def readable_errors(target: str = "") -> Iterator[None]:
     Args:
         target: The server that the block talks to, for the message when it cannot be reached.
     """
-    from engine.errors import EngineError, InvalidRequest, WorkerUnavailable
-    from engine.serving.target import proxy_note
-    from kvrelay.process import ClusterError
+    from kvrelay.errors import ClusterError, EngineError, InvalidRequest, WorkerUnavailable
+    from kvrelay.target import proxy_note
 
     try:
         yield

@@ -1,6 +1,7 @@
 """`kvrelay`: the app that the console script runs.
 
-Owns the list of commands. Modules of commands import what they need when they run, so that `--help` stays quick.
+Owns the list of commands. Those that talk to a gateway are in the client's distribution, the others come with
+the server's. Modules of commands import what they need when they run, so that `--help` stays quick.
 """
 
 import os
@@ -8,13 +9,17 @@ import os
 # Before gRPC is loaded anywhere: its own messages about lost connections would mix with ours.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
+from importlib.util import find_spec
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-from kvrelay.cli import bench, chat, check, demo, generate, models, roles, serve, status, train_drafter
-from kvrelay.cli.console import take_text_as_it_comes
+from kvrelay.cli import chat, generate, models, status
+from kvrelay.cli.console import USAGE, fail, take_text_as_it_comes
+from kvrelay.cli.options import PASS_THROUGH
+
+_SERVER_COMMANDS = ("demo", "serve", "check", "gateway", "prefill", "decode", "train-drafter", "bench")
 
 
 class _Commands(TyperGroup):
@@ -38,25 +43,28 @@ app = typer.Typer(
 
 app.callback()(status.global_options)
 
-_LOCAL = "On this machine"
-_ROLES = "One role"
 _CLIENT = "Talk to a gateway"
-_OFFLINE = "Offline"
 
-app.command("demo", rich_help_panel=_LOCAL)(demo.demo)
-app.command("serve", rich_help_panel=_LOCAL, context_settings=roles.PASS_THROUGH, add_help_option=False)(serve.serve)
-app.command("check", rich_help_panel=_LOCAL, context_settings=roles.PASS_THROUGH, add_help_option=False)(check.check)
-for _role in (roles.gateway, roles.prefill, roles.decode):
-    app.command(rich_help_panel=_ROLES, context_settings=roles.PASS_THROUGH, add_help_option=False)(_role)
+
+def _say_what_to_install(context: typer.Context) -> None:
+    """Part of the server, which is not installed here."""
+    fail(f"`kvrelay {context.info_name}` is part of the server: pip install kvrelay-server", USAGE)
+
+
+if find_spec("kvrelay.cli.server") is not None:
+    from kvrelay.cli.server import add_commands
+
+    add_commands(app)
+else:
+    for _name in _SERVER_COMMANDS:
+        app.command(_name, hidden=True, context_settings=PASS_THROUGH, add_help_option=False)(_say_what_to_install)
 app.command("generate", rich_help_panel=_CLIENT)(generate.generate)
 app.command("chat", rich_help_panel=_CLIENT)(chat.chat)
 app.command("tokenize", rich_help_panel=_CLIENT)(models.tokenize)
 app.command("models", rich_help_panel=_CLIENT)(models.models)
 app.command("status", rich_help_panel=_CLIENT)(status.status)
 app.command("health", rich_help_panel=_CLIENT)(status.health)
-app.command("train-drafter", rich_help_panel=_OFFLINE)(train_drafter.train_drafter)
 app.command("version")(status.version)
-app.add_typer(bench.app, name="bench")
 
 
 if __name__ == "__main__":

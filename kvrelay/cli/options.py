@@ -1,7 +1,7 @@
 """Options that several client commands share, and their way into sampling keywords."""
 
 from dataclasses import dataclass
-from typing import Annotated, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import typer
 
@@ -72,6 +72,10 @@ def parse_logit_bias(given: list[str] | None) -> dict[int, float]:
                 f"must be TOKEN=BIAS, a token id and a number, not {text!r}", param_hint="--logit-bias"
             ) from None
     return biases
+
+
+PASS_THROUGH: Final = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Context settings of commands that parse their own flags, since each of those is a setting."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 
 from rich.table import Table
 
-from engine.errors import EngineError
-from engine.types import PositionLogprobs
+from kvrelay.errors import EngineError
 from kvrelay.results import Chunk, Complete, Event, Started
+from kvrelay.values import PositionLogprobs
 
 
 @dataclass(frozen=True, slots=True)

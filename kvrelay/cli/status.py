@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from kvrelay.results import ModelSummary, ServerInfo
+    from kvrelay.results import ModelSummary, ServerInfo, WorkerSummary
 
 _DEFAULT_TARGET = "127.0.0.1:50051"
 _TIMEOUT_S = 5.0
@@ -23,7 +23,6 @@ def status(target: options.Target = _DEFAULT_TARGET, as_json: options.Json = Fal
     """Show the workers behind a gateway and what they are doing."""
     from rich.text import Text
 
-    from kvrelay.cli.banner import kernel_notes
     from kvrelay.client import Client
 
     with readable_errors(target), Client(target) as client:
@@ -40,8 +39,6 @@ def status(target: options.Target = _DEFAULT_TARGET, as_json: options.Json = Fal
 def _table(target: str, info: "ServerInfo", models: "Sequence[ModelSummary]") -> "Table":
     from rich.table import Table
     from rich.text import Text
-
-    from kvrelay.cli.banner import kernel_names
 
     names = ", ".join(model.name for model in models) or "no model yet"
     table = Table(
@@ -78,6 +75,20 @@ def _table(target: str, info: "ServerInfo", models: "Sequence[ModelSummary]") ->
             ", ".join(worker.transports),
         )
     return table
+
+
+def kernel_names(worker: "WorkerSummary") -> str:
+    """Return what a worker computes with, without the reason."""
+    return worker.kernels.partition(",")[0] or "?"
+
+
+def kernel_notes(info: "ServerInfo") -> list[str]:
+    """Return a line for each reason why workers compute with slow kernels; empty if none does."""
+    notes: dict[str, list[str]] = {}
+    for worker in info.workers:
+        if "," in worker.kernels:
+            notes.setdefault(worker.kernels, []).append(worker.worker_id)
+    return [f"{', '.join(worker_ids)}: {kernels}" for kernels, worker_ids in notes.items()]
 
 
 def health(

@@ -5,7 +5,7 @@ The KV handle is not converted here: workers convert it beside its value, and th
 
 from engine.types import HandoffRecord
 from kvrelay.v1 import handoff_pb2
-from kvrelay.wire.requests import (
+from kvrelay.wire.logprobs import (
     finish_reason_from_proto,
     finish_reason_to_proto,
     logprobs_from_proto,

@@ -6,7 +6,7 @@ never here.
 
 from engine.cache.layout import KvLayout
 from engine.config import KvDtype
-from engine.errors import LayoutMismatch
+from kvrelay.errors import LayoutMismatch
 from kvrelay.v1 import layout_pb2
 
 _DTYPE_TO_PROTO = {

@@ -10,13 +10,13 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from engine.errors import ChecksumMismatch, EngineError
 from engine.model.device_bytes import TensorBytes, TensorMemory
 from engine.types import BlockId, Epoch, Incarnation, LeaseId
 from kv_transfer.device import DeviceBytes
 from kv_transfer.frame import Frame, FrameError, FrameKind, seal, verify
-from kv_transfer.transport import Connection, Transport
-from kv_transfer.ucx import UcxTransport
+from kv_transfer.transports.port import Connection, Transport
+from kv_transfer.transports.ucx.transport import UcxTransport
+from kvrelay.errors import ChecksumMismatch, EngineError
 from tests.fakes_handoff import Tiers, blocks, run_tiers
 from tests.fakes_transport import ArrayCache, tiny_layout
 from tests.transports import Accepted, connected, kv_frame, within

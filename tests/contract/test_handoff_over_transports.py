@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.errors import ChecksumMismatch, CoverageIncomplete, LeaseExpired, PeerUnavailable, StaleEpoch
-from kv_transfer.transport import Transport
+from kv_transfer.transports.port import Transport
+from kvrelay.errors import ChecksumMismatch, CoverageIncomplete, LeaseExpired, PeerUnavailable, StaleEpoch
 from tests.fakes_handoff import Tiers, blocks, run_tiers, until
 from tests.fakes_transport import NO_FAULTS, Fault, FaultPlan, LossyTransport, tiny_layout
 from tests.transports import TRANSPORTS

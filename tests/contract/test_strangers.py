@@ -13,7 +13,6 @@ import grpc.aio
 import pytest
 
 from engine.clock import SystemClock
-from engine.errors import EngineError
 from engine.types import Incarnation, WorkerId
 from kv_transfer.frame import (
     MAX_CONTROL_BYTES,
@@ -25,12 +24,13 @@ from kv_transfer.frame import (
     encode_header,
     seal,
 )
-from kv_transfer.grpc_transport import METHOD, GrpcTransport
-from kv_transfer.grpc_wire import Part, encode_part
-from kv_transfer.importer import Importer
-from kv_transfer.lease import LeaseTable
-from kv_transfer.messages import Hello
-from kv_transfer.transport import Connection, ConnectionClosed, Transport
+from kv_transfer.handoff.importer import Importer
+from kv_transfer.handoff.lease import LeaseTable
+from kv_transfer.handoff.messages import Hello
+from kv_transfer.transports.grpc.transport import METHOD, GrpcTransport
+from kv_transfer.transports.grpc.wire import Part, encode_part
+from kv_transfer.transports.port import Connection, ConnectionClosed, Transport
+from kvrelay.errors import EngineError
 from tests.fakes_handoff import until
 from tests.fakes_transport import ArrayCache, tiny_layout
 from tests.transports import TRANSPORTS, kv_frame, within

@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from engine.errors import ChecksumMismatch, PeerUnavailable
 from engine.types import Epoch, LeaseId
 from kv_transfer.frame import Frame, FrameKind, seal, verify
-from kv_transfer.transport import Connection, ConnectionClosed, Transport
+from kv_transfer.transports.port import Connection, ConnectionClosed, Transport
+from kvrelay.errors import ChecksumMismatch, PeerUnavailable
 from tests.fakes_handoff import until
 from tests.transports import TRANSPORTS, Accepted, connect, connected, echo, kv_frame, welcoming, within
 

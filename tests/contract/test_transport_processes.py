@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kv_transfer.frame import verify
-from kv_transfer.transport import ConnectionClosed
+from kv_transfer.transports.port import ConnectionClosed
 from tests.transports import BETWEEN_PROCESSES, TRANSPORTS, connect, kv_frame, send_all, within
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest_asyncio
 
 from kvrelay.client import AsyncClient
-from kvrelay.cluster import ClusterConfig, LocalCluster
+from kvrelay.cluster.local import ClusterConfig, LocalCluster
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session", name="cluster")

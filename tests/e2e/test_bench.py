@@ -155,7 +155,7 @@ def _children_of(pid: int) -> list[str]:
                 words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
             except OSError:
                 continue
-            if "kvrelay.child" in words and str(pid) in words:
+            if "kvrelay.cluster.child" in words and str(pid) in words:
                 found.append(" ".join(words))
     return found
 

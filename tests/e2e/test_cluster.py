@@ -13,11 +13,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from engine.errors import CapacityError, ContextTooLong, InvalidRequest, ModelNotFound, WorkerUnavailable
-from engine.types import FinishReason
 from kvrelay.client import AsyncClient
-from kvrelay.cluster import ClusterConfig, LocalCluster
+from kvrelay.cluster.local import ClusterConfig, LocalCluster
+from kvrelay.errors import CapacityError, ContextTooLong, InvalidRequest, ModelNotFound, WorkerUnavailable
 from kvrelay.results import Chunk, Completion, Started
+from kvrelay.values import FinishReason
 from tests.settling import settle
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import structlog
 
-from engine.errors import DeadlineExceeded, InvalidRequest
 from kvrelay.client import AsyncClient
-from kvrelay.cluster import ClusterConfig, LocalCluster
+from kvrelay.cluster.local import ClusterConfig, LocalCluster
+from kvrelay.errors import DeadlineExceeded, InvalidRequest
 from kvrelay.results import Chunk
 from tests.settling import settle
 

@@ -15,9 +15,9 @@ import pytest
 import pytest_asyncio
 import structlog
 
-from engine.errors import EngineError, InvalidRequest
 from kvrelay.client import AsyncClient
-from kvrelay.cluster import ClusterConfig, LocalCluster
+from kvrelay.cluster.local import ClusterConfig, LocalCluster
+from kvrelay.errors import EngineError, InvalidRequest
 from kvrelay.results import Chunk, Complete
 from tests.faulty_worker import LATE_POISON, MARK, POISON, command
 from tests.settling import settle

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import structlog
 
-from engine.errors import EngineError, InvalidRequest
 from kvrelay.client import AsyncClient
-from kvrelay.cluster import ClusterConfig, LocalCluster
+from kvrelay.cluster.local import ClusterConfig, LocalCluster
+from kvrelay.errors import EngineError, InvalidRequest
 from kvrelay.results import Complete
 from tests.settling import settle
 

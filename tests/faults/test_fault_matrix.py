@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from engine.errors import EngineError
 from engine.types import EngineRequest, SequenceOutput
 from kv_transfer.frame import FrameKind
-from kv_transfer.import_table import ImportTable
-from kv_transfer.registry import TransportRegistry
+from kv_transfer.handoff.import_table import ImportTable
+from kv_transfer.transports.registry import TransportRegistry
+from kvrelay.errors import EngineError
 from kvrelay.v1 import decode_service_pb2 as pb
 from tests.engine_driver import make_engine, make_request, run_alone
 from tests.fakes_faults import FaultScript, FaultyTransport, Strike

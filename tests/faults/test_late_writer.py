@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import LeaseExpired
-from kv_transfer.handle import KvHandle
+from kv_transfer.handoff.handle import KvHandle
+from kvrelay.errors import LeaseExpired
 from tests.fakes_handoff import Tiers, blocks, run_tiers, until
 from tests.transports import BETWEEN_PROCESSES, TRANSPORTS, within
 
@@ -25,11 +25,11 @@ OWNER = 1
 
 _WRITER = """
 import asyncio, json, sys
-from engine.errors import EngineError
+from kvrelay.errors import EngineError
 from engine.types import Epoch, Incarnation, LeaseId, WorkerId
-from kv_transfer.exporter import Exporter
-from kv_transfer.handle import KvHandle, Peer
-from kv_transfer.registry import TransportRegistry
+from kv_transfer.handoff.exporter import Exporter
+from kv_transfer.handoff.handle import KvHandle, Peer
+from kv_transfer.transports.registry import TransportRegistry
 from tests.fakes_handoff import blocks
 from tests.fakes_transport import ArrayCache, tiny_layout
 from tests.transports import TRANSPORTS

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvrelay.client import AsyncClient
-from kvrelay.cluster import ClusterConfig, LocalCluster
+from kvrelay.cluster.local import ClusterConfig, LocalCluster
 from kvrelay.results import Completion
 from tests.settling import settle
 

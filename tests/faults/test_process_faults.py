@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import pytest
 import pytest_asyncio
 
-from engine.errors import EngineError
 from kvrelay.client import AsyncClient
-from kvrelay.cluster import ClusterConfig, LocalCluster
+from kvrelay.cluster.local import ClusterConfig, LocalCluster
+from kvrelay.errors import EngineError
 from kvrelay.results import Completion
 from tests.settling import settle
 from tests.transports import BETWEEN_PROCESSES

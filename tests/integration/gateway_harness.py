@@ -9,12 +9,12 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from engine.model.source import ModelSource, resolve_model
-from engine.serving.options import PUBLIC_MAX_MESSAGE_BYTES, channel_options
-from engine.text.tokenizer import Tokenizer, load_tokenizer
+from engine.model.files.source import ModelSource, resolve_model
 from gateway.app import Gateway
 from gateway.settings import GatewaySettings
-from gateway.worker_registry import WorkerRole
+from gateway.workers.registry import WorkerRole
+from kvrelay.channel import PUBLIC_MAX_MESSAGE_BYTES, channel_options
+from kvrelay.text.tokenizer import Tokenizer, load_tokenizer
 from kvrelay.v1 import inference_service_pb2 as inference_pb2
 from kvrelay.v1 import inference_service_pb2_grpc, sampling_pb2, session_pb2
 from tests.fake_workers import FakeCluster, FakeDecodeWorker, FakePrefillWorker, Script

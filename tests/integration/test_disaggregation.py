@@ -12,9 +12,9 @@ import pytest
 from opentelemetry.trace import SpanContext
 
 from engine.config import KvDtype, SchedulerConfig
-from engine.errors import CapacityError, ContextTooLong, InvalidRequest, LeaseExpired, LeaseUnknown
-from engine.serving.telemetry import in_memory_spans, span, traceparent
 from engine.types import EngineRequest
+from kvrelay.errors import CapacityError, ContextTooLong, InvalidRequest, LeaseExpired, LeaseUnknown
+from kvrelay.serving.telemetry import in_memory_spans, span, traceparent
 from kvrelay.v1 import decode_service_pb2, prefill_service_pb2
 from tests.engine_driver import make_engine, make_request, run_alone, run_to_end
 from tests.tiny_models import write_tiny_model

@@ -11,8 +11,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from engine.model.source import ModelSource
-from engine.text.tokenizer import Tokenizer
+from engine.model.files.source import ModelSource
+from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.v1 import inference_service_pb2 as inference_pb2
 from kvrelay.v1 import prefill_service_pb2 as prefill_pb2
 from kvrelay.v1 import sampling_pb2

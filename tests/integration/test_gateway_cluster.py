@@ -13,9 +13,9 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from engine.model.source import ModelSource
-from engine.text.tokenizer import Tokenizer
-from gateway.worker_registry import WorkerRole
+from engine.model.files.source import ModelSource
+from gateway.workers.registry import WorkerRole
+from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.v1 import decode_service_pb2 as decode_pb2
 from kvrelay.v1 import inference_service_pb2 as inference_pb2
 from kvrelay.v1 import registry_service_pb2 as registry_pb2
@@ -237,5 +237,5 @@ async def test_gateway_process_serves_and_ends_cleanly_on_sigterm(model: Model) 
         rest = (await process.stderr.read()).decode()
         assert await process.wait() == 0, rest
     imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
-    assert "gateway.relay" in imported
+    assert "gateway.relay.relay" in imported
     assert not {"torch", "triton", "kv_transfer"} & {name.partition(".")[0] for name in imported}

@@ -6,10 +6,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from engine.errors import ChecksumMismatch, DeviceError, LeaseExpired, PeerUnavailable, WorkerUnavailable
-from engine.model.source import ModelSource
-from engine.text.tokenizer import Tokenizer
-from gateway.worker_registry import WorkerRole
+from engine.model.files.source import ModelSource
+from gateway.workers.registry import WorkerRole
+from kvrelay.errors import ChecksumMismatch, DeviceError, LeaseExpired, PeerUnavailable, WorkerUnavailable
+from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.v1 import decode_service_pb2 as decode_pb2
 from kvrelay.v1 import inference_service_pb2 as inference_pb2
 from kvrelay.v1 import prefill_service_pb2 as prefill_pb2

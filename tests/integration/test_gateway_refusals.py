@@ -12,9 +12,9 @@ from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
-from engine.errors import CapacityError, InvalidRequest
-from engine.model.source import ModelSource
-from engine.text.tokenizer import Tokenizer
+from engine.model.files.source import ModelSource
+from kvrelay.errors import CapacityError, InvalidRequest
+from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.v1 import inference_service_pb2 as inference_pb2
 from kvrelay.v1 import sampling_pb2
 from tests.integration.gateway_harness import ANSWER, PROMPT, Harness, harness, load_model, until

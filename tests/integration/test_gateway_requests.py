@@ -6,9 +6,9 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from engine.model.source import ModelSource
-from engine.serving.telemetry import in_memory_spans
-from engine.text.tokenizer import Tokenizer
+from engine.model.files.source import ModelSource
+from kvrelay.serving.telemetry import in_memory_spans
+from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.v1 import decode_service_pb2 as decode_pb2
 from kvrelay.v1 import inference_service_pb2 as inference_pb2
 from kvrelay.v1 import prefill_service_pb2 as prefill_pb2

@@ -9,9 +9,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from engine.errors import EngineError, LeaseUnknown, SamplingFailed, StepFailed
-from engine.serving.options import channel_options
 from engine.types import EngineRequest, RequestId
+from kvrelay.channel import channel_options
+from kvrelay.errors import EngineError, LeaseUnknown, SamplingFailed, StepFailed
 from kvrelay.v1 import decode_service_pb2, session_pb2, worker_service_pb2, worker_service_pb2_grpc
 from tests.engine_driver import make_engine, make_request, run_alone
 from tests.tiny_models import TINY_FAMILIES, write_tiny_model

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from engine.kernels.cpu.build import COMPILERS
-from engine.serving.settings import RoleSettings
+from kvrelay.serving.settings import RoleSettings
 from tests.meta.commands import environment_of, unknown_part
 from tests.meta.repository import PACKAGES, ROOT, own_files, relative, run_tool
 

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.meta.commands import unknown_part
-from tests.meta.repository import ROOT, own_files, parse, relative
+from tests.meta.repository import ROOT, own_files, package_python, parse, relative
 
 _ARCHITECTURE = ROOT / "docs" / "architecture.md"
 _PAGES = tuple(path for path in own_files() if path.suffix == ".md")
 _CODE_SPAN = re.compile(r"`([^`\n]+)`")
 _CODE_BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_FILE_SPAN = re.compile(r"`((?:[\w.]+/)*\w+\.py)(?:::[\w.()]+)?`")
 _LINK = re.compile(r"\]\((?!https?://|mailto:|#)([^)#\s]+)")
 _MAKE_TARGET = re.compile(r"\bmake ([a-z][a-z-]*)")
 
@@ -66,6 +67,24 @@ def test_functions_named_in_other_pages_exist(page: Path) -> None:
         if file.endswith(".py") and not ((ROOT / file).is_file() and defined_in(parse(ROOT / file), member)):
             missing.append(name)
     assert not missing
+
+
+def files_named_in_vain(path: Path) -> list[str]:
+    """Python files that a source or page names, from the root or from its own folder, and that are not there."""
+    named = set(_FILE_SPAN.findall(path.read_text(encoding="utf-8")))
+    return sorted(name for name in named if not (ROOT / name).is_file() and not (path.parent / name).is_file())
+
+
+def test_files_named_in_sources_and_pages_exist() -> None:
+    paths = [path for path in (*package_python(), *_PAGES) if path.name != "CHANGELOG.md"]
+    missing = {str(relative(path)): names for path in paths if (names := files_named_in_vain(path))}
+    assert not missing, f"name files from the root or from their own folder: {missing}"
+
+
+def test_files_named_in_vain_are_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.py"
+    page.write_text("See `page.py`, `engine/engine.py::Engine.step`, `gone.py` and `engine/gone.py`.", encoding="utf-8")
+    assert files_named_in_vain(page) == ["engine/gone.py", "gone.py"]
 
 
 def test_missing_names_are_noticed() -> None:

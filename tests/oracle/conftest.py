@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from engine.model.gguf_file import GgufFile
+from engine.model.files.gguf_file import GgufFile
 from tests.tiny_models import write_tiny_gguf, write_tiny_model
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.kernels import reference
-from engine.model.loader import open_weights
+from engine.model.files.open import open_weights
 from engine.model.rope import inverse_frequencies
 from engine.model.weights import EMBEDDING, FINAL_NORM, LM_HEAD, WeightReader
 

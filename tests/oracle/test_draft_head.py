@@ -12,19 +12,19 @@ from torch.nn import functional
 
 from engine.cache.layout import KvLayout
 from engine.config import KvDtype
-from engine.errors import InvalidRequest
 from engine.model.batch import SequenceRows, build_batch
+from engine.model.cpu.model import NativeModel
 from engine.model.interface import LayerTaps
 from engine.model.kv_cache import KvCache
 from engine.model.llama import LlamaModel
 from engine.model.loader import load_model
-from engine.model.native import NativeModel
-from engine.spec.head import DraftHead, RunLimits
-from engine.spec.head_format import DraftHeadFile
-from engine.spec.head_loader import load_draft_head
-from engine.spec.head_native import NativeDraftHead
-from engine.spec.head_torch import TorchDraftHead
+from engine.spec.head.eager import TorchDraftHead
+from engine.spec.head.format import DraftHeadFile
+from engine.spec.head.loader import load_draft_head
+from engine.spec.head.native import NativeDraftHead
+from engine.spec.head.port import DraftHead, RunLimits
 from engine.types import BlockId
+from kvrelay.errors import InvalidRequest
 from tests.oracle.native_runs import prompt_ids
 from tests.tiny_heads import make_tiny_head, write_tiny_head
 from tests.tiny_models import write_tiny_gguf

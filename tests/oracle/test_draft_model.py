@@ -12,23 +12,23 @@ from decode_service.settings import DecodeSettings
 from engine.cache.layout import KvLayout
 from engine.config import KvDtype, SchedulerConfig
 from engine.engine import Engine
-from engine.errors import InvalidRequest
 from engine.model.interface import LanguageModel
 from engine.model.kv_cache import KvCache
 from engine.model.loader import load_model
 from engine.spec import draft_model
-from engine.spec.cost import CostShape
 from engine.spec.draft_model import ModelDrafter
-from engine.spec.pace import DraftPacer
+from engine.spec.pace.cost import CostShape
+from engine.spec.pace.pacer import DraftPacer
 from engine.spec.speculation import Speculation
 from engine.types import EngineRequest, RequestId
+from kvrelay.errors import InvalidRequest
 from prefill_service.settings import PrefillSettings
 from tests.drafting import EagerPacer
 from tests.engine_driver import make_engine, make_request, run_alone
 from tests.oracle.test_speculation_ladder import FIELDS, Eager, speculation_requests
 from tests.tiny_models import write_tiny_model
-from worker import drafters
-from worker.drafters import check_same_tokens, make_speculation
+from worker.compute import drafters
+from worker.compute.drafters import check_same_tokens, make_speculation
 
 FolderOf = Callable[[str], Path]
 

@@ -10,8 +10,8 @@ import pytest
 
 from engine.config import KvDtype, SchedulerConfig
 from engine.sequence import Sequence as EngineSequence
-from engine.spec import eagle
-from engine.spec.pace import StartChoice
+from engine.spec.head import drafter as eagle
+from engine.spec.pace.pacer import StartChoice
 from engine.types import EngineRequest, RequestId
 from tests.drafting import EagerPacer, make_drafting, make_plain
 from tests.engine_driver import arriving, make_request, run_alone, run_to_end

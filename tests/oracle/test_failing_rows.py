@@ -10,9 +10,9 @@ import torch
 
 import engine.spec.verify as verify_module
 from engine.engine import Engine
-from engine.errors import InvalidRequest, NoTokenAllowed, SamplingFailed
 from engine.sampling.distribution import TokenHistory, process_logits
 from engine.types import EngineRequest, RequestId, SamplingParams, SequenceOutput
+from kvrelay.errors import InvalidRequest, NoTokenAllowed, SamplingFailed
 from tests.engine_driver import make_engine, make_request, run_alone
 
 FolderOf = Callable[[str], Path]

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from engine.cache.layout import KvLayout
 from engine.config import KvDtype
-from engine.errors import InvalidRequest
 from engine.kernels.cpu.build import ISA_VARIABLE, Isa
 from engine.kernels.cpu.library import load_library
+from engine.model.cpu.model import NativeModel
 from engine.model.interface import LanguageModel
 from engine.model.kv_cache import KvCache
 from engine.model.llama import LlamaModel
 from engine.model.loader import load_model
-from engine.model.native import NativeModel
+from kvrelay.errors import InvalidRequest
 from tests.oracle.mini_driver import DrivenSequence, MiniDriver, generate
 from tests.oracle.native_runs import each_way, prompt_ids, whole_prompt_batch
 from tests.oracle.quantized_oracle import QuantizedOracle

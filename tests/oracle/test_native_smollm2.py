@@ -15,9 +15,9 @@ from torch import Tensor
 from benchmarks.common.data import spec_bench_questions
 from engine.config import KvDtype
 from engine.kernels.cpu.library import load_library
+from engine.model.cpu.model import NativeModel
 from engine.model.interface import LanguageModel
 from engine.model.loader import load_model
-from engine.model.native import NativeModel
 from tests.oracle.mini_driver import MiniDriver
 from tests.oracle.native_runs import each_way
 

@@ -13,8 +13,8 @@ from engine.model.batch import SequenceRows, build_batch
 from engine.model.interface import LanguageModel
 from engine.model.kv_cache import KvCache
 from engine.model.loader import load_model
-from engine.spec.cost import ASSUMED_SHAPE, FLAT_SHAPE, CostShape
-from engine.spec.probe import probe_shape
+from engine.spec.pace.cost import ASSUMED_SHAPE, FLAT_SHAPE, CostShape
+from engine.spec.pace.probe import probe_shape
 from engine.types import BlockId
 from tests.oracle.mini_driver import MiniDriver
 

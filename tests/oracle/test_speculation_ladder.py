@@ -12,7 +12,7 @@ from engine.config import SchedulerConfig
 from engine.sequence import Sequence
 from engine.spec.drafter import Drafter, Evidence, Proposal
 from engine.spec.ngram import NgramDrafter
-from engine.spec.pace import DraftPacer
+from engine.spec.pace.pacer import DraftPacer
 from engine.spec.speculation import Speculation
 from engine.types import EngineRequest, RequestId
 from tests.engine_driver import arriving, make_engine, make_request, run_alone, run_to_end

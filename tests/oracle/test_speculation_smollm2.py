@@ -14,14 +14,14 @@ from benchmarks.common.clusters import setting_choices
 from benchmarks.common.data import Question, spec_bench_questions
 from decode_service.settings import DecodeSettings
 from engine.engine import Engine
-from engine.model.native import NativeModel
+from engine.model.cpu.model import NativeModel
 from engine.sequence import Sequence as EngineSequence
 from engine.spec.drafter import Proposal
-from engine.spec.pace import DraftPacer
-from engine.text.tokenizer import Tokenizer, load_tokenizer
+from engine.spec.pace.pacer import DraftPacer
 from engine.types import EngineRequest, RequestId, SamplingParams
+from kvrelay.text.tokenizer import Tokenizer, load_tokenizer
 from tests.drafting import EagerPacer
-from worker.bootstrap import build_engine
+from worker.compute.bootstrap import build_engine
 
 GROUP = 8
 """Questions in a batch, each greedy and sampled."""

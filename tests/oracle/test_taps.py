@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from engine.config import KvDtype, ModelConfig
-from engine.errors import InvalidRequest
 from engine.model.batch import StepBatch
+from engine.model.cpu.model import NativeModel
 from engine.model.interface import LayerTaps, TappedModel
 from engine.model.kv_cache import KvCache
 from engine.model.llama import LlamaModel
 from engine.model.loader import load_model
-from engine.model.native import NativeModel
+from kvrelay.errors import InvalidRequest
 from tests.oracle.mini_driver import MiniDriver
 from tests.oracle.native_runs import each_way, prompt_ids, whole_prompt_batch
 from tests.tiny_models import write_tiny_gguf

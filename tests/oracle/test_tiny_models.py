@@ -13,8 +13,9 @@ from safetensors.numpy import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from engine.model.files.open import load_config
 from engine.model.interface import LanguageModel
-from engine.model.loader import load_config, load_model
+from engine.model.loader import load_model
 from tests.oracle.mini_driver import MiniDriver, generate
 from tests.tiny_models import (
     TINY_FAMILIES,

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 from decode_service.settings import DecodeSettings
-from engine.errors import InvalidRequest
-from engine.model.loader import load_config
-from engine.spec.head import NUM_STATE_TOKENS
-from engine.spec.head_format import load_head
-from engine.spec.head_loader import shipped_heads
+from engine.model.files.open import load_config
+from engine.spec.head.format import load_head
+from engine.spec.head.loader import shipped_heads
+from engine.spec.head.port import NUM_STATE_TOKENS
 from engine.training.settings import TrainingSettings
+from kvrelay.errors import InvalidRequest
 from prefill_service.settings import PrefillSettings
 from tests.engine_driver import make_request, run_to_end
 from tests.tiny_heads import write_tiny_head
-from worker.bootstrap import build_engine
+from worker.compute.bootstrap import build_engine
 from worker.settings import WorkerSettings
 
 

@@ -10,12 +10,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.errors import CapacityError, EngineError, LeaseExpired, LeaseUnknown, PeerUnavailable, TransferError
 from engine.types import BlockId, Epoch, LeaseId, WorkerId
-from kv_transfer.coverage import BlockRange
+from kv_transfer.blocks import BlockRange
 from kv_transfer.frame import Frame, FrameKind
-from kv_transfer.handle import KvHandle, TransferStats
-from kv_transfer.handoff_sender import (
+from kv_transfer.handoff.handle import KvHandle, TransferStats
+from kv_transfer.handoff.import_table import ImportTable
+from kv_transfer.handoff.lease import LeaseTable
+from kv_transfer.handoff.messages import Open
+from kv_transfer.handoff.sender import (
     AbortRequested,
     Failed,
     FinishRequested,
@@ -23,9 +25,7 @@ from kv_transfer.handoff_sender import (
     SenderHandoff,
     SenderState,
 )
-from kv_transfer.import_table import ImportTable
-from kv_transfer.lease import LeaseTable
-from kv_transfer.messages import Open
+from kvrelay.errors import CapacityError, EngineError, LeaseExpired, LeaseUnknown, PeerUnavailable, TransferError
 from tests.fakes_transport import FakeClock, Fault, damage
 from tests.handoff_model import (
     INCARNATION,

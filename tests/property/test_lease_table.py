@@ -6,9 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.errors import EngineError, LeaseExpired, LeaseUnknown, StaleEpoch
 from engine.types import Epoch, LeaseId
-from kv_transfer.lease import LeaseTable
+from kv_transfer.handoff.lease import LeaseTable
+from kvrelay.errors import EngineError, LeaseExpired, LeaseUnknown, StaleEpoch
 from tests.fakes_transport import FakeClock
 
 SESSIONS = ["a", "b", "c"]

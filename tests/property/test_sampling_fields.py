@@ -12,14 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import EngineError, InvalidRequest
 from engine.request_checks import INT32_MAX, MIN_REPETITION_PENALTY, check_leaves_a_token, check_sampling_params
 from engine.sampling.distribution import TokenHistory
 from engine.sampling.rows import NumpyRows, RowSampler, row_sampler
 from engine.sampling.sampler import SampleRequest
 from engine.spec.sampling import HostSampler, NewTokens
 from engine.spec.verify import VerifyItem
-from engine.types import SamplingParams, TokenLogprob
+from engine.types import SamplingParams
+from kvrelay.errors import EngineError, InvalidRequest
+from kvrelay.values import TokenLogprob
 
 VOCAB = 96
 EOS = frozenset({2, 90})

@@ -8,11 +8,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.cache.block_pool import BlockPool
 from engine.config import SchedulerConfig
-from engine.errors import CapacityError, ContextTooLong
 from engine.scheduler.plan import SampledTokens, StepResult
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceStatus
 from engine.types import EngineRequest, RequestId, SamplingParams
+from kvrelay.errors import CapacityError, ContextTooLong
 
 EOS = 2
 BLOCK = 8

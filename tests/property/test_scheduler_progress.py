@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from engine.cache.block_pool import BlockPool
 from engine.config import SchedulerConfig
-from engine.errors import CapacityError
 from engine.scheduler.plan import SampledTokens, StepResult
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.types import EngineRequest, RequestId, SamplingParams
+from kvrelay.errors import CapacityError
 
 BLOCK = 4
 MAX_PROMPT, MAX_TOKENS, MAX_DELAY = 16, 8, 3

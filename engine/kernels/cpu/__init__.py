@@ -5,5 +5,5 @@
 - `build.py`: which variant this CPU runs, and compiling it once.
 - `library.py`: the C interface of `src/api.cpp` as Python functions on numpy arrays.
 
-`engine/model/native.py` makes a `LanguageModel` of it. Torch-free.
+`engine/model/cpu/model.py` makes a `LanguageModel` of it. Torch-free.
 """

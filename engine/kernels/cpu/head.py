@@ -1,6 +1,6 @@
 """A draft head inside the library: weights beside its target's, and the two calls that compute it.
 
-What the calls mean is in src/head.h; where the weights come from, in `engine/spec/head_native.py`.
+What the calls mean is in src/head.h; where the weights come from, in `engine/spec/head/native.py`.
 """
 
 import ctypes

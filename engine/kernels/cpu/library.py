@@ -2,7 +2,7 @@
 
 Arrays are numpy's and are checked for type and order here, so that nothing but well-formed pointers reaches the
 library; values (ids, ranges) are checked in the library. Every call releases the GIL. What the weights mean and where
-they come from is `engine/model/native_weights.py`'s matter.
+they come from is `engine/model/cpu/weights.py`'s matter.
 """
 
 import ctypes

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 _KERNELS = "engine.kernels.triton"
-_USERS = ("engine.model.cuda", "engine.spec.device_sampling", "worker.cuda_bootstrap")
+_USERS = ("engine.model.cuda", "engine.spec.device_sampling", "worker.compute.cuda_bootstrap")
 """Modules whose names begin so hold kernels."""
 
 

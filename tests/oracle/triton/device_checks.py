@@ -17,16 +17,17 @@ import torch
 from engine.cache.layout import KvLayout
 from engine.config import KvDtype
 from engine.engine import ChunkProgress, Engine
-from engine.model.cuda import CudaModel
-from engine.model.cuda_cache import DeviceKvCache
+from engine.model.cuda.cache import DeviceKvCache
+from engine.model.cuda.model import CudaModel
 from engine.sequence import Sequence as EngineSequence
 from engine.spec.speculation import Speculation
-from engine.types import EngineRequest, PositionLogprobs, RequestId, SequenceOutput
-from kv_transfer.ucx import UcxTransport
+from engine.types import EngineRequest, RequestId, SequenceOutput
+from kv_transfer.transports.ucx.transport import UcxTransport
+from kvrelay.values import PositionLogprobs
 from tests.engine_driver import make_request
 from tests.fakes_handoff import blocks, run_tiers
 from tests.fakes_transport import ArrayCache
-from worker.bootstrap import build_engine
+from worker.compute.bootstrap import build_engine
 from worker.settings import WorkerSettings
 
 PROMPT = [5, 9, 200, 17, 3, 88, 41, 5, 9, 200, 17, 3, 88, 41, 5, 9, 200, 17]

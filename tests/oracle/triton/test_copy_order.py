@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.config import KvDtype
-from engine.model.cuda_cache import DeviceKvCache
+from engine.model.cuda.cache import DeviceKvCache
 from tests.oracle.triton.device_checks import LAYOUT, random_cache
 
 CPU = torch.device("cpu")

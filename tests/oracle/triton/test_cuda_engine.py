@@ -8,16 +8,16 @@ import torch
 
 from engine.cache.layout import KvLayout
 from engine.config import KvDtype
-from engine.errors import InvalidRequest
-from engine.model.cuda import CudaModel
-from engine.model.cuda_cache import MemoryShare, num_blocks_that_fit
-from engine.model.cuda_linear import WeightFormat
-from engine.model.cuda_loader import check_capability, check_device
+from engine.model.cuda.cache import MemoryShare, num_blocks_that_fit
+from engine.model.cuda.linear import WeightFormat
+from engine.model.cuda.loader import check_capability, check_device
+from engine.model.cuda.model import CudaModel
 from engine.spec.device_sampling import DeviceSampler
+from kvrelay.errors import InvalidRequest
 from tests.engine_driver import make_request, run_to_end
 from tests.oracle.triton.device_checks import OTHER, PROMPT, check_engine, check_reports, settings
-from worker.bootstrap import build_engine
-from worker.cuda_bootstrap import cuda_settings_of, graph_batch_sizes, graph_rows
+from worker.compute.bootstrap import build_engine
+from worker.compute.cuda_bootstrap import cuda_settings_of, graph_batch_sizes, graph_rows
 from worker.settings import WorkerSettings
 
 CPU = torch.device("cpu")
@@ -109,14 +109,14 @@ def test_formats_that_a_device_lacks_are_refused(
 
 
 def test_triton_on_a_cpu_is_refused_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.model.cuda_loader.is_interpreted", lambda: False)
+    monkeypatch.setattr("engine.model.cuda.loader.is_interpreted", lambda: False)
     with pytest.raises(InvalidRequest) as caught:
         check_device(CPU, WeightFormat.DENSE, KvDtype.FP32)
     assert caught.value.field == "compute"
 
 
 def test_a_missing_triton_is_told(tiny_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.bootstrap.find_spec", lambda name: None)
+    monkeypatch.setattr("worker.compute.bootstrap.find_spec", lambda name: None)
     with pytest.raises(InvalidRequest, match="extra `gpu`") as caught:
         build_engine(settings(tiny_folder("llama_tied"), "triton", CPU))
     assert caught.value.field == "compute"
@@ -126,7 +126,7 @@ def test_weights_that_do_not_fit_name_their_format(tiny_folder: Folder, monkeypa
     def full(*_: object, **__: object) -> CudaModel:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("engine.model.cuda_loader.build_cuda_model", full)
+    monkeypatch.setattr("engine.model.cuda.loader.build_cuda_model", full)
     with pytest.raises(InvalidRequest, match="dense") as caught:
         build_engine(settings(tiny_folder("llama_tied"), "triton", CPU))
     assert caught.value.field == "weight_format"

@@ -14,16 +14,17 @@ from engine.config import KvDtype
 from engine.kernels.torch_kernels import TorchKernels
 from engine.kernels.triton.w4a16 import dequantize_int4
 from engine.model.batch import StepBatch
-from engine.model.cuda import CudaModel, CudaSettings, build_cuda_model
-from engine.model.cuda_cache import DeviceKvCache
-from engine.model.cuda_gguf import GgufInt4Blocks
-from engine.model.cuda_linear import WeightFormat
-from engine.model.cuda_weights import quantize_int4
-from engine.model.gguf_file import GgufFile
-from engine.model.gguf_weights import GgufWeights
+from engine.model.cuda.cache import DeviceKvCache
+from engine.model.cuda.gguf import GgufInt4Blocks
+from engine.model.cuda.linear import WeightFormat
+from engine.model.cuda.model import CudaModel, CudaSettings, build_cuda_model
+from engine.model.cuda.weights import quantize_int4
+from engine.model.files.gguf_file import GgufFile
+from engine.model.files.gguf_weights import GgufWeights
+from engine.model.files.open import open_weights
 from engine.model.interface import LanguageModel
 from engine.model.llama import LlamaModel
-from engine.model.loader import load_model, open_weights
+from engine.model.loader import load_model
 from engine.model.rope import inverse_frequencies
 from engine.model.weights import LlamaWeights, WeightReader, load_ends, load_layer
 from tests.oracle.mini_driver import DrivenSequence, MiniDriver, generate

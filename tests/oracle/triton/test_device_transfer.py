@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from engine.config import KvDtype
-from engine.errors import LayoutMismatch
 from engine.model.kv_cache import KvCache
+from kvrelay.errors import LayoutMismatch
 from tests.oracle.triton.device_checks import LAYOUT, check_transfer, random_cache
 
 CPU = torch.device("cpu")

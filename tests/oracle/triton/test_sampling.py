@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import SamplingFailed
 from engine.kernels import reference_sampling
 from engine.kernels.triton.sampling import sample_rows
 from engine.kernels.triton.sampling_rows import SamplingRow, SamplingRows
@@ -19,6 +18,7 @@ from engine.spec.device_sampling import DeviceSampler, position_logprobs
 from engine.spec.sampling import HostSampler, NewTokens
 from engine.spec.verify import VerifyItem, verify
 from engine.types import SamplingParams
+from kvrelay.errors import SamplingFailed
 
 CPU = torch.device("cpu")
 

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
-from engine.errors import CapacityError
-from engine.types import FinishReason
 from kvrelay.client import AsyncClient
+from kvrelay.errors import CapacityError
 from kvrelay.results import Chunk, Complete, Event, ModelSummary, ServerInfo, Started, Timings, Usage
+from kvrelay.values import FinishReason
 
 Script = Callable[[Sequence[int], int], Sequence[tuple[float, int]]]
 """From prompt and max_tokens to (pause in s, number of tokens) of each message."""

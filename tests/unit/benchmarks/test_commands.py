@@ -13,8 +13,8 @@ from benchmarks.common import history
 from benchmarks.common.deliver import Outputs, run_and_deliver
 from benchmarks.common.progress import BenchProgress
 from benchmarks.common.report import BenchReport
-from engine.errors import InvalidRequest
 from kvrelay.cli.main import app
+from kvrelay.errors import InvalidRequest
 
 
 @pytest.mark.parametrize("command", ["load", "interference", "ladder", "transfer", "spec"])

@@ -22,7 +22,7 @@ from benchmarks.peers.answers import PeerAnswer, PeerResult
 from benchmarks.peers.http_peer import HttpPeer
 from benchmarks.peers.kvrelay_peer import KvrelayPeer
 from benchmarks.peers.process import ROOT, pipe_peer
-from engine.errors import EngineError, InvalidRequest
+from kvrelay.errors import EngineError, InvalidRequest
 from tests.unit.benchmarks.fake_client import FakeClient
 
 SETTINGS = CompareSettings(ClusterPlan(), ("openvino", "transformers"))

@@ -9,7 +9,7 @@ from benchmarks.common.clusters import ClusterPlan
 from benchmarks.common.prompts import PromptSource
 from benchmarks.interference.run import COLOCATED, DISAGGREGATED, InterferenceSettings, build_report
 from benchmarks.interference.window import StreamArrivals, WindowPlan, WindowResult, run_window
-from engine.errors import CapacityError, InvalidRequest
+from kvrelay.errors import CapacityError, InvalidRequest
 from tests.unit.benchmarks.fake_client import FakeClient
 
 PROMPTS = PromptSource(range(500))

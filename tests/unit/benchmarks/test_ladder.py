@@ -4,8 +4,8 @@ from benchmarks.common.clusters import ClusterPlan
 from benchmarks.ladder.local import Measured
 from benchmarks.ladder.run import FULL, NAIVE, RUNGS, LadderSettings, build_report
 from benchmarks.ladder.work import make_work
-from engine.model.source import resolve_model
-from engine.text.tokenizer import load_tokenizer
+from engine.model.files.source import resolve_model
+from kvrelay.text.tokenizer import load_tokenizer
 
 
 def test_factor_is_over_the_first_rung_whatever_was_measured_of_it() -> None:

@@ -11,7 +11,7 @@ from benchmarks.common.prompts import PromptSource
 from benchmarks.load.arrivals import PlannedRequest, TraceEntry, closed_loop, poisson, read_trace, replay
 from benchmarks.load.measure import LoadResult, Slo, run_closed, run_open, summarize
 from benchmarks.load.run import LoadSettings
-from engine.errors import InvalidRequest
+from kvrelay.errors import InvalidRequest
 from tests.unit.benchmarks.fake_client import FakeClient
 
 PROMPTS = PromptSource(range(5000))

@@ -13,7 +13,7 @@ from benchmarks.common.machine import commit_id, describe_machine
 from benchmarks.common.plot import check_plottable, write_plot
 from benchmarks.common.report import BarChart, BenchReport, model_name, present, ratio, write_json
 from benchmarks.common.table import markdown_table, report_tables
-from engine.errors import InvalidRequest
+from kvrelay.errors import InvalidRequest
 
 
 def report(**changes: object) -> BenchReport:

@@ -9,7 +9,7 @@ from benchmarks.spec.figures import Tally, merged
 from benchmarks.spec.run import PLAIN, SpecSettings, build_report, many_streams, single_streams
 from benchmarks.spec.tasks import SpecTask, all_categories, chosen_categories, load_tasks
 from benchmarks.spec.variants import ClusterVariant
-from engine.errors import InvalidRequest
+from kvrelay.errors import InvalidRequest
 from kvrelay.results import Timings, Usage
 from tests.unit.benchmarks.fake_client import FakeClient
 

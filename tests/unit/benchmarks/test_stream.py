@@ -5,7 +5,7 @@ import time
 import pytest
 
 from benchmarks.common.stream import RequestTrace, run_request, wait_idle
-from engine.errors import CapacityError, EngineError
+from kvrelay.errors import CapacityError, EngineError
 from kvrelay.results import Timings, Usage
 from tests.unit.benchmarks.fake_client import FakeClient
 

@@ -14,10 +14,10 @@ from decode_service.request import DecodeRequest, DecodeSession, Phase
 from engine.cache.block_pool import BlockPool
 from engine.config import SchedulerConfig
 from engine.engine import Granted
-from engine.errors import ContextTooLong, DeviceError
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.types import EngineRequest, Incarnation, RequestId, SamplingParams, WorkerId
+from kvrelay.errors import ContextTooLong, DeviceError
 from tests.fakes_handoff import until
 from tests.fakes_transport import ArrayCache, tiny_layout
 from worker.step_watch import StepWatch

@@ -6,11 +6,12 @@ import pytest
 
 from engine.cache.block_pool import BlockPool
 from engine.config import SchedulerConfig
-from engine.errors import CapacityError, ContextTooLong
 from engine.scheduler.plan import SampledTokens, StepResult
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceStatus
-from engine.types import EngineRequest, FinishReason, RequestId, SamplingParams, SequenceOutput
+from engine.types import EngineRequest, RequestId, SamplingParams, SequenceOutput
+from kvrelay.errors import CapacityError, ContextTooLong
+from kvrelay.values import FinishReason
 
 BLOCK = 8
 EOS = 2

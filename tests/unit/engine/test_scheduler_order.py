@@ -6,12 +6,12 @@ import pytest
 
 from engine.cache.block_pool import BlockPool
 from engine.config import SchedulerConfig
-from engine.errors import InvalidRequest
 from engine.scheduler.order import victim_of
 from engine.scheduler.plan import SampledTokens, StepPlan, StepResult
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceStatus
 from engine.types import EngineRequest, RequestId, SamplingParams
+from kvrelay.errors import InvalidRequest
 
 BLOCK = 8
 

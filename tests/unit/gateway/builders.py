@@ -6,9 +6,9 @@ from typing import Any
 from engine.cache.layout import KvLayout
 from engine.config import KvDtype
 from engine.types import EngineRequest, Incarnation, RequestId, SamplingParams, WorkerId
-from gateway.worker_pool import WorkerPool
-from gateway.worker_registry import WorkerInfo, WorkerRegistry, WorkerRole
-from gateway.worker_session import SessionLimits, WorkerSession
+from gateway.workers.pool import WorkerPool
+from gateway.workers.registry import WorkerInfo, WorkerRegistry, WorkerRole
+from gateway.workers.session import SessionLimits, WorkerSession
 
 LAYOUT = KvLayout("weights", num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype=KvDtype.FP32)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.serving.settings import parse_settings
 from gateway.settings import GatewaySettings
+from kvrelay.serving.settings import parse_settings
 
 
 def test_defaults_serve_the_built_in_model() -> None:

@@ -9,7 +9,6 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.errors import ChecksumMismatch, TransferError
 from engine.types import Epoch, Incarnation, LeaseId
 from kv_transfer.frame import (
     HEADER_BYTES,
@@ -25,6 +24,7 @@ from kv_transfer.frame import (
     seal,
     verify,
 )
+from kvrelay.errors import ChecksumMismatch, TransferError
 
 U64 = st.integers(0, 2**64 - 1)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from .fake_gateway import FakeGateway, serving
+from tests.unit.kvrelay.fake_gateway import FakeGateway, serving
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from engine.errors import EngineError
-from engine.serving.status import STATUS_DETAILS_KEY, status_code, to_status
+from kvrelay.errors import EngineError
 from kvrelay.v1 import inference_service_pb2 as pb
 from kvrelay.v1 import inference_service_pb2_grpc, sampling_pb2
+from kvrelay.wire.status import STATUS_DETAILS_KEY, status_code, to_status
 
 INFERENCE_SERVICE = "kvrelay.v1.InferenceService"
 

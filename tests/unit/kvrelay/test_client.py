@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from engine.errors import (
+from kvrelay.client import AsyncClient, Client
+from kvrelay.errors import (
     CapacityError,
     DeadlineExceeded,
     EngineError,
@@ -13,14 +14,12 @@ from engine.errors import (
     ModelNotFound,
     WorkerUnavailable,
 )
-from engine.serving.telemetry import span, traceparent
-from engine.types import FinishReason
-from kvrelay.client import AsyncClient, Client
 from kvrelay.results import Chunk, Complete, Event, Started, Timings, Usage
+from kvrelay.serving.telemetry import span, traceparent
 from kvrelay.v1 import inference_service_pb2 as pb
 from kvrelay.v1 import sampling_pb2
-
-from .fake_gateway import FakeGateway, answer
+from kvrelay.values import FinishReason
+from tests.unit.kvrelay.fake_gateway import FakeGateway, answer
 
 
 class AnyClient:

@@ -1,4 +1,4 @@
-// A draft head (engine/spec/head_format.py): one layer over the target's hidden states. Its model borrows the target's
+// A draft head (engine/spec/head/format.py): one layer over the target's hidden states. Its model borrows the target's
 // threads, embedding and rotary frequencies, and writes one more layer of the target's KV cache.
 //
 //     absorb   fuse the taps of a target's step to features, and write the head's K and V of all its rows

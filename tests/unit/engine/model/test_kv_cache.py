@@ -9,9 +9,9 @@ from torch import Tensor
 
 from engine.cache.layout import KvLayout
 from engine.config import KvDtype
-from engine.errors import InvalidRequest, LayoutMismatch
 from engine.model.kv_cache import KvCache
 from engine.model.kv_convert import element_dtype, quantize
+from kvrelay.errors import InvalidRequest, LayoutMismatch
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 12

@@ -13,11 +13,12 @@ import structlog
 import torch
 from safetensors.numpy import save_file
 
-from engine.errors import InvalidRequest
-from engine.model.gguf_file import GgufFile
-from engine.model.hf_config import read_hf_config
-from engine.model.loader import load_config, load_model
+from engine.model.files.gguf_file import GgufFile
+from engine.model.files.hf_config import read_hf_config
+from engine.model.files.open import load_config
+from engine.model.loader import load_model
 from engine.model.weights import parameter_shapes
+from kvrelay.errors import InvalidRequest
 from tests.tiny_models import write_tiny_gguf
 
 Tensors = dict[str, npt.NDArray[np.float32]]

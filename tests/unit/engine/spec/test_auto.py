@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from engine.sequence import Sequence
 from engine.spec.auto import AutoDrafter
 from engine.spec.drafter import NO_PROPOSAL, Evidence, Proposal
-from engine.spec.pace import DraftPacer
+from engine.spec.pace.pacer import DraftPacer
 from engine.types import EngineRequest, RequestId, SamplingParams
 
 

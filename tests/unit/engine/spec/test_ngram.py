@@ -7,7 +7,7 @@ import pytest
 from engine.sequence import Sequence
 from engine.spec import ngram
 from engine.spec.ngram import NgramDrafter
-from engine.spec.pace import DraftPacer
+from engine.spec.pace.pacer import DraftPacer
 from engine.types import EngineRequest, RequestId, SamplingParams
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import InvalidRequest
 from engine.training.corpus import Conversation, Corpus
+from kvrelay.errors import InvalidRequest
 
 FIRST = Conversation(4, "math", (5, 6, 7, 70000), ((2, 4),))
 SECOND = Conversation(0, "chat", (8, 9, 10), ((1, 2), (2, 3)))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.spec import head_format as names
+from engine.spec.head import format as names
 from engine.training.finding import build_finding
 from engine.training.head import DraftHead, HeadBatch, Segment
 from engine.training.target import TargetParts

@@ -8,14 +8,14 @@ import pytest
 from engine.cache.layout import KvLayout
 from engine.config import CacheConfig, KvDtype, SchedulerConfig
 from engine.engine import Engine
+from engine.model.files.source import resolve_model
 from engine.model.kv_cache import KvCache
 from engine.model.loader import load_model
-from engine.model.source import resolve_model
-from engine.text.tokenizer import load_tokenizer
 from engine.training.corpus import Conversation, Corpus
 from engine.training.generate import Generator, is_looping
 from engine.training.settings import GenerationSettings
 from engine.training.topics import KINDS, assign
+from kvrelay.text.tokenizer import load_tokenizer
 
 SETTINGS = GenerationSettings(num_tokens=300, minutes=5, seed=3, num_streams=4, max_context=96)
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.spec import head_format as names
+from engine.spec.head import format as names
 from engine.training.head import DraftHead, HeadBatch, Segment
 from engine.training.target import TargetParts
 

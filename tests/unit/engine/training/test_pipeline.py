@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.errors import InvalidRequest
-from engine.model.loader import load_config
-from engine.spec.head_format import DraftHeadFile, load_head
+from engine.model.files.open import load_config
+from engine.spec.head.format import DraftHeadFile, load_head
 from engine.training.corpus import Conversation
 from engine.training.pipeline import TrainedHead, choose_vocabulary, default_tap_layers, split, train_drafter
 from engine.training.settings import GenerationSettings, TrainingSettings
 from engine.training.train import rate_factor
+from kvrelay.errors import InvalidRequest
 
 GENERATION = GenerationSettings(num_tokens=600, minutes=5, seed=2, num_streams=8, max_context=64)
 TRAINING = TrainingSettings(num_steps=24, seed=2, vocab_size=128, batch_tokens=200, checkpoint_minutes=1e-6)

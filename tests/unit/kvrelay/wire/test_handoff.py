@@ -4,8 +4,9 @@ from dataclasses import fields, replace
 
 import pytest
 
-from engine.types import FinishReason, HandoffRecord, PositionLogprobs, TokenLogprob
+from engine.types import HandoffRecord
 from kvrelay.v1 import handoff_pb2
+from kvrelay.values import FinishReason, PositionLogprobs, TokenLogprob
 from kvrelay.wire.handoff import handoff_record_from_proto, handoff_record_to_proto
 
 RECORD = HandoffRecord(

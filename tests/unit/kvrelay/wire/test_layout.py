@@ -6,7 +6,7 @@ import pytest
 
 from engine.cache.layout import KvLayout
 from engine.config import KvDtype
-from engine.errors import LayoutMismatch
+from kvrelay.errors import LayoutMismatch
 from kvrelay.v1 import layout_pb2
 from kvrelay.wire.layout import layout_from_proto, layout_to_proto
 

@@ -1,0 +1,1 @@
+"""Shared memory between two processes of one user on one host. Start at `transport.py`."""

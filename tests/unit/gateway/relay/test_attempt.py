@@ -1,0 +1,355 @@
+"""One attempt's commands and events, in the orders that only races bring about."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from engine.types import PrefillTiming, RequestId, SequenceOutput, WorkerId
+from gateway.relay.attempt import Attempt
+from gateway.relay.output import CompletionOutput
+from gateway.relay.recovery import Recovery
+from gateway.relay.request import CompletionRequest
+from gateway.relay.response import Timings
+from gateway.routing.router import AffinityLimits, Router
+from gateway.workers.mailbox import Mailbox
+from gateway.workers.messages import Committed, Exported, Failed, Output, Reserved, SessionLost, Stalled, TransferStats
+from gateway.workers.registry import WorkerRole
+from kvrelay.errors import LeaseUnknown, StepFailed, WorkerUnavailable
+from kvrelay.v1 import decode_service_pb2 as decode_pb2
+from kvrelay.v1 import handoff_pb2, session_pb2
+from kvrelay.values import FinishReason
+from tests.unit.gateway.builders import OfflinePool, make_request, sent
+
+D, P, Q = WorkerId("d"), WorkerId("p"), WorkerId("q")
+STATS = TransferStats(num_bytes=10, num_frames=1, total_ns=5, exposed_ns=2, transport="shm")
+HANDLE = handoff_pb2.KvHandle(lease_id=7, epoch=1, ticket=b"secret", worker_id="d").SerializeToString()
+
+
+@dataclass
+class Delta:
+    text: str = ""
+    matched_stop: str | None = None
+
+
+class NoText:
+    matched_stop: str | None = None
+
+    def push(self, token_id: int) -> Delta:
+        return Delta()
+
+    def flush(self) -> str:
+        return ""
+
+
+class Bench:
+    """An attempt that has reserved on `d`, with prefill workers `p` and `q`."""
+
+    def __init__(self, max_attempts: int = 3, prefills: tuple[WorkerId, ...] = (P, Q)) -> None:
+        self.pool = OfflinePool()
+        self.decode = self.pool.add(D)
+        self.prefills = {name: self.pool.add(name, WorkerRole.PREFILL) for name in prefills}
+        request = make_request(max_tokens=5)
+        self.output = CompletionOutput(
+            request.sampling_params, prompt_tokens=40, text=NoText(), special_token_ids=frozenset()
+        )
+        self.timings = Timings()
+        self.num_left = 0
+        self.recovery = Recovery(max_attempts)
+        self.attempt = Attempt(
+            CompletionRequest(request, arrival=self.pool.clock.now()),
+            self.output,
+            self.timings,
+            self.recovery,
+            router=Router(self.pool, AffinityLimits(capacity=0)),
+            mailbox=Mailbox(),
+            on_prefill_over=self._left,
+            local_prefill_max_tokens=16,
+            clock=self.pool.clock,
+        )
+        self.attempt.reserve(request)
+
+    def _left(self) -> None:
+        self.num_left += 1
+
+    def reserved(self, attempt: int = 1, num_cached_tokens: int = 0) -> None:
+        self.attempt.handle(D, Reserved(attempt, HANDLE, num_cached_tokens))
+
+    def token(self, source: WorkerId, index: int, attempt: int = 1, finish: FinishReason | None = None) -> None:
+        timing = PrefillTiming(3, 4) if index == 0 else None
+        output = SequenceOutput(RequestId(1), index, (index,), finish_reason=finish, prefill_timing=timing)
+        self.attempt.handle(source, Output(attempt, output))
+        self.output.take_chunk()
+
+    def lose(self, source: WorkerId) -> None:
+        self.attempt.handle(source, SessionLost(WorkerUnavailable("gone")))
+
+
+def kinds(messages: list[Any]) -> list[type]:
+    return [type(message) for message in messages]
+
+
+def test_reserve_then_prefill_with_the_handle_as_it_came() -> None:
+    bench = Bench()
+    assert kinds(sent(bench.decode)) == [decode_pb2.ReserveCommand]
+    bench.reserved()
+    (prefill,) = sent(bench.prefills[P])
+    assert prefill.kv_handle.SerializeToString() == HANDLE
+    assert prefill.request.attempt == 1
+    assert bench.decode.num_requests == bench.prefills[P].num_requests == 1
+
+
+def test_hidden_fields_of_a_handle_survive_the_relay() -> None:
+    bench = Bench()
+    newer = HANDLE + b"\xa2\x06\x03new"
+    bench.attempt.handle(D, Reserved(1, newer, 0))
+    (prefill,) = sent(bench.prefills[P])
+    assert prefill.kv_handle.SerializeToString() == newer
+
+
+@pytest.mark.parametrize(("num_cached_tokens", "is_local"), [(23, False), (24, True), (39, True)])
+def test_short_rest_is_prefilled_locally(num_cached_tokens: int, is_local: bool) -> None:
+    bench = Bench()
+    sent(bench.decode)
+    bench.reserved(num_cached_tokens=num_cached_tokens)
+    assert bool(sent(bench.prefills[P])) is not is_local
+    assert kinds(sent(bench.decode)) == ([decode_pb2.PrefillLocallyCommand] if is_local else [])
+
+
+def test_lost_prefill_supersedes_and_the_next_writer_gets_the_new_handle() -> None:
+    bench = Bench()
+    bench.reserved()
+    sent(bench.decode)
+    bench.lose(P)
+    (supersede,) = sent(bench.decode)
+    assert (supersede.request_id, supersede.attempt) == (1, 2)
+    # What the old writer still says is void once the new epoch is granted.
+    bench.reserved(attempt=2)
+    bench.token(P, 0, attempt=1)
+    assert bench.output.token_ids == []
+    (prefill,) = sent(bench.prefills[Q])
+    assert prefill.request.attempt == 2
+    bench.token(Q, 0, attempt=2)
+    bench.token(D, 1, attempt=2)
+    assert bench.output.token_ids == [0, 1]
+    assert bench.attempt.prefill_worker == Q
+
+
+def test_commit_that_overtakes_a_supersede_wins() -> None:
+    bench = Bench()
+    bench.reserved()
+    bench.token(P, 0)
+    bench.attempt.handle(P, Failed(1, WorkerUnavailable("late")))
+    bench.attempt.handle(D, Committed(1, STATS))
+    bench.attempt.handle(D, Failed(2, LeaseUnknown("committed already")))
+    bench.reserved(attempt=2)
+    assert not bench.attempt.is_over
+    bench.token(D, 1)
+    assert bench.output.token_ids == [0, 1]
+    assert not sent(bench.prefills[Q])
+
+
+def test_commit_that_overtakes_a_supersede_without_its_first_token_restarts() -> None:
+    bench = Bench()
+    bench.reserved()
+    bench.lose(P)
+    bench.attempt.handle(D, Committed(1, STATS))
+    assert bench.attempt.is_restart_due
+    bench.attempt.let_go()
+    assert sent(bench.decode)[0] == session_pb2.AbortCommand(request_ids=[1])
+    assert bench.decode.num_requests == 0
+
+
+def test_lost_first_token_without_attempts_left_is_an_error() -> None:
+    bench = Bench(max_attempts=1)
+    bench.reserved()
+    bench.attempt.handle(D, Committed(1, STATS))
+    bench.lose(P)
+    assert isinstance(bench.attempt.failure, WorkerUnavailable)
+
+
+def test_supersede_that_fails_is_a_failure_of_decode() -> None:
+    bench = Bench()
+    bench.reserved()
+    bench.lose(P)
+    bench.attempt.handle(D, Failed(2, LeaseUnknown("expired")))
+    assert bench.attempt.is_restart_due
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_error_of_decode_restarts_and_lets_prefill_go(attempt: int) -> None:
+    bench = Bench()
+    bench.reserved()
+    sent(bench.prefills[P])
+    bench.attempt.handle(D, Failed(attempt, LeaseUnknown("expired")))
+    assert bench.attempt.is_restart_due
+    bench.attempt.let_go()
+    assert kinds(sent(bench.prefills[P])) == [session_pb2.AbortCommand]
+    assert bench.decode.num_requests == bench.prefills[P].num_requests == 0
+
+
+def test_error_of_an_older_attempt_is_void() -> None:
+    bench = Bench()
+    bench.reserved()
+    bench.lose(P)
+    bench.reserved(attempt=2)
+    bench.attempt.handle(Q, Failed(1, WorkerUnavailable("old")))
+    bench.attempt.handle(D, Failed(1, WorkerUnavailable("old")))
+    assert not bench.attempt.is_over
+
+
+def test_tokens_that_came_before_their_worker_was_lost_count() -> None:
+    bench = Bench()
+    bench.reserved()
+    bench.lose(D)
+    bench.token(P, 0)
+    assert bench.attempt.is_restart_due
+    assert bench.output.token_ids == [0]
+
+
+def test_worker_that_gives_up_by_itself_has_failed() -> None:
+    bench = Bench()
+    bench.reserved()
+    bench.token(P, 0)
+    bench.token(D, 1, finish=FinishReason.ABORT)
+    assert bench.attempt.is_restart_due
+    assert bench.output.token_ids == [0]
+
+
+def test_broken_output_ends_the_request_only() -> None:
+    bench = Bench()
+    bench.reserved()
+    bench.token(P, 9)
+    assert bench.attempt.failure is not None
+
+
+@pytest.mark.parametrize("is_exported_first", [False, True])
+def test_prefill_is_released_after_export_and_first_token(is_exported_first: bool) -> None:
+    bench = Bench()
+    bench.reserved()
+    sent(bench.prefills[P])
+    for is_export in (is_exported_first, not is_exported_first):
+        assert bench.prefills[P].num_requests == 1
+        if is_export:
+            bench.attempt.handle(P, Exported(1, STATS))
+        else:
+            bench.token(P, 0)
+    assert bench.prefills[P].num_requests == 0
+    assert sent(bench.prefills[P]) == []
+    assert bench.prefills[P].num_outstanding_tokens == 0
+
+
+def test_finished_request_is_not_aborted_at_decode() -> None:
+    bench = Bench()
+    bench.reserved()
+    bench.token(P, 0)
+    bench.attempt.handle(P, Exported(1, STATS))
+    bench.token(D, 1, finish=FinishReason.STOP)
+    sent(bench.decode)
+    bench.attempt.let_go()
+    assert sent(bench.decode) == []
+    assert bench.decode.num_requests == 0
+
+
+def test_request_that_ends_on_prefills_token_is_aborted_at_decode() -> None:
+    bench = Bench()
+    bench.reserved()
+    bench.token(P, 0, finish=FinishReason.LENGTH)
+    sent(bench.decode)
+    bench.attempt.let_go()
+    assert kinds(sent(bench.decode)) == [session_pb2.AbortCommand]
+    bench.attempt.let_go()
+    assert sent(bench.decode) == []
+
+
+def test_timings_add_the_gateways_wait_to_the_workers() -> None:
+    bench = Bench()
+    bench.pool.clock.time += 2.0
+    bench.reserved()
+    bench.token(P, 0)
+    bench.attempt.handle(D, Committed(1, STATS))
+    assert bench.timings.queue_ns == 2_000_000_003
+    assert bench.timings.prefill_ns == 4
+    assert (bench.timings.transfer_ns, bench.timings.transfer_bytes, bench.timings.transport) == (5, 10, "shm")
+
+
+def test_reservation_is_kept_while_its_prefill_waits() -> None:
+    """From the command to the prefill worker until the commit, a new prefill included; never without a prefill."""
+    bench = Bench()
+    assert not bench.decode._awaiting_prefill
+    bench.reserved()
+    assert bench.decode._awaiting_prefill == {RequestId(1)}
+    bench.lose(P)
+    bench.reserved(attempt=2)
+    assert bench.decode._awaiting_prefill == {RequestId(1)}
+    bench.attempt.handle(D, Committed(2, STATS))
+    assert not bench.decode._awaiting_prefill
+    cached = Bench()
+    cached.reserved(num_cached_tokens=39)
+    assert not cached.decode._awaiting_prefill
+
+
+@pytest.mark.parametrize("is_over_by", ["token", "loss", "end", "local"])
+def test_gate_is_left_once_the_prefill_is_over(is_over_by: str) -> None:
+    bench = Bench()
+    assert bench.num_left == 0
+    bench.reserved(num_cached_tokens=39 if is_over_by == "local" else 0)
+    assert bench.num_left == (is_over_by == "local")
+    if is_over_by == "token":
+        bench.token(P, 0)
+    elif is_over_by == "loss":
+        bench.lose(P)
+    elif is_over_by == "end":
+        bench.attempt.let_go()
+    assert bench.num_left >= 1
+
+
+def test_hung_prefill_worker_is_left_for_another_writer() -> None:
+    bench = Bench()
+    bench.reserved()
+    sent(bench.decode)
+    sent(bench.prefills[P])
+    bench.attempt.handle(P, Stalled(WorkerUnavailable("hangs")))
+    # It may come back: it is told that it need not go on.
+    assert kinds(sent(bench.prefills[P])) == [session_pb2.AbortCommand]
+    assert kinds(sent(bench.decode)) == [decode_pb2.SupersedeCommand]
+    bench.reserved(attempt=2)
+    assert bench.prefills[Q].num_requests == 1
+
+
+@pytest.mark.parametrize("has_other", [True, False])
+def test_hung_decode_worker_is_left_only_for_another_one(has_other: bool) -> None:
+    bench = Bench()
+    if has_other:
+        bench.pool.add("other")
+    bench.reserved()
+    bench.token(P, 0)
+    bench.attempt.handle(D, Committed(1, STATS))
+    sent(bench.decode)
+    for _ in range(3):
+        bench.attempt.handle(D, Stalled(WorkerUnavailable("hangs")))
+    assert bench.attempt.is_restart_due is has_other
+    assert bench.attempt.failure is None
+    assert kinds(sent(bench.decode)) == ([session_pb2.AbortCommand] if has_other else [])
+    if not has_other:
+        # It moves again, and the request with it.
+        bench.token(D, 1)
+        assert bench.output.token_ids == [0, 1]
+
+
+def test_hung_decode_worker_costs_no_request_its_last_attempt() -> None:
+    bench = Bench(max_attempts=1)
+    bench.pool.add("other")
+    bench.reserved()
+    bench.attempt.handle(D, Stalled(WorkerUnavailable("hangs")))
+    assert not bench.attempt.is_over
+
+
+def test_request_of_a_second_broken_step_fails_with_its_reason() -> None:
+    bench = Bench(max_attempts=9)
+    bench.reserved()
+    bench.attempt.handle(P, Failed(1, StepFailed("a step failed")))
+    assert kinds(sent(bench.decode))[-1] is decode_pb2.SupersedeCommand
+    bench.reserved(attempt=2)
+    bench.attempt.handle(Q, Failed(2, StepFailed("a step failed")))
+    assert isinstance(bench.attempt.failure, StepFailed)
