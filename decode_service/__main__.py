@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from decode_service.servicer import DecodeServicer
 from decode_service.settings import DecodeSettings
-from kvrelay.v1 import registry_service_pb2
+from engine.worker_types import WorkerRole
 from worker.main import WorkerProcess, run_worker
 from worker.tier import WorkerContext
 from worker.transports import make_transports, required_scheme
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     return run_worker(
         settings,
         "decode",
-        lambda: WorkerProcess(settings, registry_service_pb2.WORKER_ROLE_DECODE, SERVICE_NAME, make_tier),
+        lambda: WorkerProcess(settings, WorkerRole.DECODE, SERVICE_NAME, make_tier),
     )
 
 

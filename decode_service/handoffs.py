@@ -10,21 +10,19 @@ import time
 from collections.abc import Callable, Sequence
 
 import structlog
-from google.protobuf.message import DecodeError
 
-from decode_service import convert
 from decode_service.request import DecodeRequest, Phase
 from decode_service.reservation_queue import ReservationQueue
 from engine.clock import SystemClock
 from engine.engine import Engine, Granted
 from engine.types import EngineRequest, Epoch, HandoffRecord, LeaseId
-from kv_transfer.handoff.handle import TransferStats
+from engine.worker_types import KvHandle, TransferStats
 from kv_transfer.handoff.importer import Importer
 from kv_transfer.handoff.lease import LeaseTable
 from kvrelay.errors import DeviceError, EngineError, LeaseError, LeaseExpired, LeaseUnknown, TransferError
 from kvrelay.serving.telemetry import emit_span
-from kvrelay.v1 import handoff_pb2
-from kvrelay.wire.handoff import handoff_record_from_proto
+from kvrelay.wire.engine.events import Committed, Reserved
+from kvrelay.wire.engine.handoff import handoff_record_from_bytes, kv_handle_to_bytes
 from worker.tier import WorkerContext
 
 TICK_INTERVAL_S = 0.5
@@ -107,7 +105,7 @@ class Handoffs:
             raise LeaseUnknown(f"request {entry.request_id} is {entry.phase}, not reserved")
         handle = self.importer.supersede(entry.lease_id)
         entry.attempt = attempt
-        entry.session.outbox.put(convert.reserved_event(entry.request_id, attempt, handle))
+        _tell_reserved(entry, handle)
 
     def renew(self, entry: DecodeRequest) -> None:
         """Keep a reservation whose prefill waits for its turn; what is not reserved (any more) needs nothing."""
@@ -186,7 +184,7 @@ class Handoffs:
         entry.lease_id = handle.lease_id
         entry.enter(Phase.RESERVED)
         self._by_lease[handle.lease_id] = entry
-        entry.session.outbox.put(convert.reserved_event(entry.request_id, entry.attempt, handle))
+        _tell_reserved(entry, handle)
         _log.debug("handoff.lease_granted", request_id=entry.request_id, lease_id=handle.lease_id)
 
     async def _tick_loop(self) -> None:
@@ -203,11 +201,10 @@ class Handoffs:
             raise LeaseUnknown(f"lease {lease_id} belongs to no request")
         self._forget_lease(entry)
         try:
-            handoff = handoff_record_from_proto(handoff_pb2.HandoffRecord.FromString(record))
-        except DecodeError as error:
-            failure = TransferError("the hand-off record cannot be read")
-            self._on_failed(entry, failure)
-            raise failure from error
+            handoff = handoff_record_from_bytes(record)
+        except TransferError as error:
+            self._on_failed(entry, error)
+            raise
         emit_span(
             "kv.import",
             handoff.traceparent or entry.traceparent,
@@ -221,7 +218,7 @@ class Handoffs:
             },
         )
         _log.debug("handoff.committed", request_id=entry.request_id, epoch=epoch, num_bytes=stats.num_bytes)
-        entry.session.outbox.put(convert.committed_event(entry.request_id, entry.attempt, stats))
+        entry.session.tell(entry.request_id, Committed(entry.attempt, stats))
         self._on_committed(entry, handoff)
 
     def _attempt_failed(self, lease_id: LeaseId, epoch: Epoch, error: EngineError) -> None:
@@ -238,6 +235,11 @@ class Handoffs:
         if entry.lease_id is not None:
             self._by_lease.pop(entry.lease_id, None)
             entry.lease_id = None
+
+
+def _tell_reserved(entry: DecodeRequest, handle: KvHandle) -> None:
+    granted = Reserved(entry.attempt, kv_handle_to_bytes(handle), handle.start_token)
+    entry.session.tell(entry.request_id, granted)
 
 
 def _reserve_in_order(engine: Engine, requests: Sequence[EngineRequest]) -> list[Granted | Exception | None]:

@@ -1,15 +1,11 @@
-"""DecodeRequest: what the decode service keeps of one request, and the session it belongs to."""
+"""DecodeRequest: what the decode service keeps of one request."""
 
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from decode_service import convert
 from engine.types import EngineRequest, LeaseId, RequestId
-from kvrelay.v1 import decode_service_pb2 as pb
-from kvrelay.v1 import session_pb2
-from worker.sessions.outbox import Outbox
-from worker.sessions.session import new_session_id, request_error
+from worker.sessions.session import GatewaySession
 
 
 class Phase(StrEnum):
@@ -23,25 +19,13 @@ class Phase(StrEnum):
     """In the engine: committed, or prefilled here."""
 
 
-class DecodeSession:
-    """One gateway's session with this worker."""
-
-    def __init__(self) -> None:
-        self.session_id = new_session_id()
-        self.outbox: Outbox[pb.DecodeServiceSessionResponse] = Outbox(convert.step_event)
-
-    def put_load(self, load: session_pb2.WorkerLoad) -> None:
-        """Queue a load event."""
-        self.outbox.put(convert.load_event(load))
-
-
 @dataclass(slots=True, eq=False)
 class DecodeRequest:
     """One request on this worker."""
 
     request: EngineRequest
     attempt: int
-    session: DecodeSession
+    session: GatewaySession
     ttl_s: float
     """Time to live of its lease."""
     deadline: float | None
@@ -67,7 +51,6 @@ class DecodeRequest:
         self.phase = phase
         self.started_ns = time.monotonic_ns()
 
-    def send_error(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """Tell the gateway that the request has ended here with an error."""
-        event = request_error(self.request_id, self.attempt, error)
-        self.session.outbox.put(convert.error_event(event))
+        self.session.fail(self.request_id, self.attempt, error)

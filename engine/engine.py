@@ -23,6 +23,7 @@ from engine.spec.head.follower import HeadFollower
 from engine.spec.sampling import Sampler
 from engine.spec.speculation import Speculation
 from engine.types import BlockId, EngineRequest, RequestId, SequenceOutput
+from engine.worker_types import WorkerLoad
 from kvrelay.errors import InvalidRequest
 
 _log = structlog.get_logger(__name__)
@@ -60,21 +61,6 @@ class Granted:
     """The sequence's block table, cached prefix first."""
     num_cached_tokens: int
     """Tokens whose KV is already there; a multiple of the block size."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """Counts at one moment; see `WorkerLoad` in protos/kvrelay/v1/session.proto."""
-
-    num_running: int
-    num_waiting: int
-    num_parked: int
-    num_waiting_tokens: int
-    num_free_blocks: int
-    num_blocks: int
-    num_preemptions: int
-    num_cache_hit_tokens: int
-    num_cache_query_tokens: int
 
 
 class Engine:
@@ -241,10 +227,10 @@ class Engine:
         """Free what is not freed with the object; the engine is unusable then."""
         self.kv_cache.close()
 
-    def load(self) -> EngineLoad:
+    def load(self) -> WorkerLoad:
         """Return the counts now."""
         scheduler, pool = self.scheduler, self.pool
-        return EngineLoad(
+        return WorkerLoad(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_parked=scheduler.num_parked,

@@ -1,6 +1,6 @@
 """Values that cross module borders: ids, sampling parameters, token outputs, the hand-off record.
 
-Torch-free and frozen. Protos are converted to these at the edge (`*/convert.py`) and never travel further in.
+Torch-free and frozen. `kvrelay/wire/engine` turns protos into these and back; protos never travel further in.
 """
 
 from collections.abc import Mapping

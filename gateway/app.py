@@ -10,6 +10,7 @@ import structlog
 
 from engine.clock import Clock, SystemClock
 from engine.model.files.source import ModelSource, resolve_model
+from engine.worker_types import WorkerRole
 from gateway.front.server_info import ServerInfo
 from gateway.front.servicer import SERVICE_NAME as INFERENCE_SERVICE
 from gateway.front.servicer import InferenceServicer
@@ -21,7 +22,7 @@ from gateway.routing.prefill_gate import PrefillGate
 from gateway.routing.router import AffinityLimits, Router
 from gateway.settings import GatewaySettings
 from gateway.workers.pool import WorkerPool
-from gateway.workers.registry import WorkerRegistry, WorkerRole
+from gateway.workers.registry import WorkerRegistry
 from gateway.workers.registry_servicer import SERVICE_NAME as REGISTRY_SERVICE
 from gateway.workers.registry_servicer import RegistryServicer
 from gateway.workers.session import SessionLimits

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from kvrelay.v1 import registry_service_pb2
+from engine.worker_types import WorkerRole
 from prefill_service.servicer import LayerListener, PrefillServicer
 from prefill_service.settings import PrefillSettings
 from worker.main import WorkerProcess, run_worker
@@ -27,9 +27,7 @@ def main(argv: Sequence[str]) -> int:
             listener.attach(servicer)
             return servicer
 
-        return WorkerProcess(
-            settings, registry_service_pb2.WORKER_ROLE_PREFILL, SERVICE_NAME, make_tier, export_listener=listener
-        )
+        return WorkerProcess(settings, WorkerRole.PREFILL, SERVICE_NAME, make_tier, export_listener=listener)
 
     return run_worker(settings, "prefill", make_process)
 

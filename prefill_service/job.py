@@ -1,6 +1,7 @@
 """PrefillJob: one request's life on a prefill worker, from command to committed export."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from opentelemetry.trace import Span
@@ -8,25 +9,33 @@ from opentelemetry.trace import Span
 from engine.engine import Engine
 from engine.loop import EngineLoop
 from engine.types import BlockId, EngineRequest, HandoffRecord, PrefillTiming, SequenceOutput
+from engine.worker_types import KvHandle, TransferStats
 from kv_transfer.handoff.export import Export
 from kv_transfer.handoff.exporter import Exporter
-from kv_transfer.handoff.handle import KvHandle, TransferStats
 from kvrelay.errors import DeadlineExceeded, EngineError
 from kvrelay.serving.telemetry import emit_span, span, traceparent
-from kvrelay.wire.handoff import handoff_record_to_proto
+from kvrelay.wire.engine.handoff import handoff_record_to_bytes
 
 
 class PrefillJob:
     """Computes one prompt here while its KV leaves for the reservation that `handle` names.
 
     Belongs to the event loop. `run` is called once; cancelling it is how a request is aborted, but not once
-    `is_ending`: its clean-up would be cut short.
+    `is_ending`: its clean-up would be cut short. `deadline` is in monotonic seconds; None = none.
     """
 
-    def __init__(self, request: EngineRequest, handle: KvHandle, attempt: int, parent_traceparent: str) -> None:
+    def __init__(
+        self,
+        request: EngineRequest,
+        handle: KvHandle,
+        attempt: int,
+        deadline: float | None,
+        parent_traceparent: str,
+    ) -> None:
         self.request = request
         self.handle = handle
         self.attempt = attempt
+        self._deadline = deadline
         self._parent_traceparent = parent_traceparent
         self._first_output: asyncio.Future[SequenceOutput] = asyncio.get_running_loop().create_future()
         self._export: Export | None = None
@@ -54,7 +63,7 @@ class PrefillJob:
             self._first_output.set_exception(error)
             self._first_output.exception()  # a job that is being aborted never asks for it
 
-    async def run(self, engine_loop: EngineLoop, exporter: Exporter, timeout_s: float | None) -> TransferStats | None:
+    async def run(self, engine_loop: EngineLoop, exporter: Exporter) -> TransferStats | None:
         """Compute, send and commit; the engine forgets the request before this returns.
 
         Returns:
@@ -62,10 +71,11 @@ class PrefillJob:
             to.
 
         Raises:
-            DeadlineExceeded: `timeout_s` passed.
+            DeadlineExceeded: The deadline passed.
             EngineError: The request was refused, or the hand-off failed.
         """
         request = self.request
+        time_left = None if self._deadline is None else self._deadline - time.monotonic()
         with span(
             "prefill",
             self._parent_traceparent,
@@ -75,7 +85,7 @@ class PrefillJob:
         ) as prefill_span:
             export = exporter.begin(self.handle, on_failed=self._on_export_failed)
             try:
-                async with asyncio.timeout(timeout_s):
+                async with asyncio.timeout(time_left):
                     return await self._serve(engine_loop, export, prefill_span)
             except TimeoutError as error:
                 raise DeadlineExceeded("the deadline passed during prefill") from error
@@ -94,7 +104,7 @@ class PrefillJob:
         if output.finish_reason is not None:
             return None
         context = traceparent(prefill_span)
-        stats = await export.finish(handoff_record_to_proto(self._record(output, context)).SerializeToString())
+        stats = await export.finish(handoff_record_to_bytes(self._record(output, context)))
         emit_span(
             "kv.export",
             context,

@@ -24,7 +24,7 @@ from kvrelay.v1 import (
     sampling_pb2,
     session_pb2,
 )
-from kvrelay.wire.layout import layout_to_proto
+from kvrelay.wire.engine.layout import layout_to_proto
 from kvrelay.wire.status import to_status
 
 LAYOUT = KvLayout("fake-model", num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype=KvDtype.FP32)

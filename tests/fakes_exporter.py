@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from engine.types import Epoch, Incarnation, LeaseId, WorkerId
+from engine.worker_types import KvHandle
 from kv_transfer.blocks import BlockRange
 from kv_transfer.frame import Frame, FrameKind, seal
 from kv_transfer.handoff.coverage import Coverage
-from kv_transfer.handoff.handle import KvHandle
 from kv_transfer.handoff.importer import Importer
 from kv_transfer.handoff.lease import LeaseTable
 from kv_transfer.handoff.messages import Commit, Hello, Open, Rejection

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from engine.cache.layout import KvLayout
 from engine.types import BlockId, Epoch, Incarnation, LeaseId, WorkerId
+from engine.worker_types import KvHandle, TransferPeer, TransferStats
 from kv_transfer.handoff.export import Export
 from kv_transfer.handoff.exporter import Exporter
-from kv_transfer.handoff.handle import KvHandle, Peer, TransferStats
 from kv_transfer.handoff.importer import Importer
 from kv_transfer.handoff.lease import LeaseTable
 from kv_transfer.transports.inproc import InprocTransport
@@ -36,7 +36,7 @@ class Tiers:
     leases: LeaseTable
     importer: Importer
     exporter: Exporter
-    peer: Peer
+    peer: TransferPeer
     commits: list[tuple[LeaseId, Epoch, bytes, TransferStats]]
     failures: list[tuple[LeaseId, Epoch, EngineError]]
 
@@ -106,7 +106,7 @@ async def run_tiers(
         clock=clock,
         commit_timeout_s=commit_timeout_s,
     )
-    peer = Peer(DECODE, DECODE_INCARNATION, (listener.address,), sink.layout)
+    peer = TransferPeer(DECODE, DECODE_INCARNATION, (listener.address,), sink.layout)
     exporter.update_peers([peer])
     try:
         yield Tiers(source_cache, sink, clock, leases, importer, exporter, peer, commits, failures)

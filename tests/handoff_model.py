@@ -11,9 +11,9 @@ import numpy as np
 
 from engine.cache.layout import KvLayout
 from engine.types import BlockId, Epoch, Incarnation, LeaseId
+from engine.worker_types import KvHandle
 from kv_transfer.blocks import BlockRange
 from kv_transfer.frame import Frame, FrameKind, seal
-from kv_transfer.handoff.handle import KvHandle
 from kv_transfer.handoff.messages import Commit, Credit, Rejection
 from kv_transfer.handoff.sender import (
     Accepted,

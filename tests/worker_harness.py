@@ -13,9 +13,10 @@ import grpc.aio
 
 from decode_service.servicer import DecodeServicer
 from decode_service.settings import DecodeSettings
-from engine.engine import Engine, EngineLoad
+from engine.engine import Engine
 from engine.loop import EngineLoop
 from engine.types import EngineRequest, Incarnation, SequenceOutput, WorkerId
+from engine.worker_types import WorkerLoad
 from kv_transfer.transports.registry import TransportRegistry
 from kvrelay.channel import channel_options
 from kvrelay.serving.server import ServiceServer
@@ -26,12 +27,13 @@ from kvrelay.v1 import (
     prefill_service_pb2_grpc,
     session_pb2,
 )
-from kvrelay.wire.layout import layout_to_proto
-from kvrelay.wire.requests import engine_request_to_proto, output_from_proto
+from kvrelay.wire.engine.layout import layout_to_proto
+from kvrelay.wire.engine.outputs import output_from_proto
+from kvrelay.wire.engine.requests import engine_request_to_proto
 from kvrelay.wire.status import from_status
 from prefill_service.servicer import LayerListener, PrefillServicer
 from worker.step_watch import StepWatch
-from worker.tier import TierService, WorkerContext
+from worker.tier import Tier, WorkerContext
 from worker.transports import make_transports, required_scheme
 
 DecodeCommand = decode_service_pb2.DecodeServiceSessionRequest
@@ -43,9 +45,9 @@ class HarnessWorker:
     """A running worker."""
 
     context: WorkerContext
-    tier: TierService
+    tier: Tier[Any]
 
-    async def load(self) -> EngineLoad:
+    async def load(self) -> WorkerLoad:
         """Return the engine's counts."""
         return await self.context.engine_loop.call(lambda engine: engine.load())
 
@@ -113,9 +115,9 @@ async def run_prefill(
 
 @asynccontextmanager
 async def _run_worker(
-    make_engine: Callable[[], Engine], worker_id: str, make_tier: Callable[[WorkerContext], TierService]
+    make_engine: Callable[[], Engine], worker_id: str, make_tier: Callable[[WorkerContext], Tier[Any]]
 ) -> AsyncIterator[HarnessWorker]:
-    tiers: list[TierService] = []
+    tiers: list[Tier[Any]] = []
 
     def deliver(outputs: list[SequenceOutput]) -> None:
         tiers[0].deliver(outputs)
@@ -132,6 +134,7 @@ async def _run_worker(
             engine_loop,
             kv_cache,
             kv_cache.layout,
+            "cpu",
             server.address,
             server.create_task,
             StepWatch(lambda: engine_loop.step_age_s, 5.0, None, lambda is_stalled: None),

@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import structlog
 
@@ -10,13 +11,14 @@ from engine.engine import Engine, ExportListener
 from engine.loop import EngineLoop
 from engine.model.files.source import resolve_model
 from engine.types import Incarnation, RequestId, SequenceOutput, WorkerId
+from engine.worker_types import WorkerInfo, WorkerRole
 from kvrelay.errors import EngineError, StepFailed
 from kvrelay.serving.heap import freeze_start_up
 from kvrelay.serving.server import ServiceServer
 from kvrelay.serving.start_up import stops_at_once
 from kvrelay.serving.telemetry import configure_logging, configure_tracing, shutdown_tracing
-from kvrelay.v1 import registry_service_pb2, worker_service_pb2, worker_service_pb2_grpc
-from kvrelay.wire.layout import layout_to_proto
+from kvrelay.v1 import worker_service_pb2_grpc
+from kvrelay.wire.engine.workers import model_info_to_proto
 from worker.advertise import advertised_host
 from worker.compute.bootstrap import build_engine
 from worker.compute.kernels import describe_kernels
@@ -24,13 +26,15 @@ from worker.priority import share_cores
 from worker.registration import Registration
 from worker.settings import WorkerSettings
 from worker.step_watch import StepWatch
-from worker.tier import TierService, WorkerContext
+from worker.tier import Tier, WorkerContext
 from worker.worker_servicer import WorkerServicer
 
 WORKER_SERVICE = "kvrelay.v1.WorkerService"
 LOAD_PROGRESS_STEP = 0.25
 LAST_WORDS_S = 0.5
 """How long a process with a broken engine lives on, for gateways to read why and to end their sessions."""
+
+AnyTier: TypeAlias = Tier[Any]
 
 _log = structlog.get_logger(__name__)
 
@@ -49,9 +53,9 @@ class WorkerProcess:
     def __init__(
         self,
         settings: WorkerSettings,
-        role: registry_service_pb2.WorkerRole,
+        role: WorkerRole,
         service_name: str,
-        make_tier: Callable[[WorkerContext], TierService],
+        make_tier: Callable[[WorkerContext], AnyTier],
         export_listener: ExportListener | None = None,
     ) -> None:
         self._settings = settings
@@ -59,7 +63,7 @@ class WorkerProcess:
         self._service_name = service_name
         self._make_tier = make_tier
         self._export_listener = export_listener
-        self._tier: TierService | None = None
+        self._tier: AnyTier | None = None
         self._registration: Registration | None = None
         self._is_draining = False
 
@@ -81,29 +85,26 @@ class WorkerProcess:
                     await self._tier.close()
                 await engine_loop.stop()
 
-    async def _serve(self, server: ServiceServer, context: WorkerContext, tier: TierService) -> int:
-        info = await self._model_info(context)
+    async def _serve(self, server: ServiceServer, context: WorkerContext, tier: AnyTier) -> int:
         tier.add_to(server.grpc_server)
+        await tier.open()
+        info = await self._describe(context, tier)
         worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(
             WorkerServicer(
                 context.engine_loop,
-                info,
+                model_info_to_proto(info, context.device),
                 tier.read_load,
                 (lambda: self._drain(tier)) if self._settings.worker_control else None,
                 self._settings.drain_timeout_s,
             ),
             server.grpc_server,
         )
-        await tier.open()
         freeze_start_up()
         await server.start()
         server.health.set_serving(self._service_name)
         server.health.set_serving(WORKER_SERVICE)
         registration = self._registration = Registration(
-            self._settings.gateway,
-            self._register_request(context, tier, info),
-            lambda: self._is_draining,
-            context.watch,
+            self._settings.gateway, info, lambda: self._is_draining, context.watch
         )
         server.create_task(context.watch.run(), "step_watch")
         server.create_task(registration.run(), "registration")
@@ -114,8 +115,8 @@ class WorkerProcess:
             kernels=info.kernels,
             address=context.address,
             num_blocks=info.num_blocks,
-            block_size=context.layout.block_size,
-            transports=list(tier.transports),
+            block_size=info.layout.block_size,
+            transports=list(info.transports),
         )
 
         async def drain() -> None:
@@ -127,7 +128,7 @@ class WorkerProcess:
         finally:
             await registration.close()
 
-    async def _drain(self, tier: TierService) -> None:
+    async def _drain(self, tier: AnyTier) -> None:
         self._is_draining = True
         tier.start_drain()
         await tier.wait_idle()
@@ -183,53 +184,39 @@ class WorkerProcess:
 
     async def _context(self, server: ServiceServer, engine_loop: EngineLoop, watch: StepWatch) -> WorkerContext:
         settings = self._settings
-        role = "prefill" if self._role == registry_service_pb2.WORKER_ROLE_PREFILL else "decode"
-        kv_cache = await engine_loop.call(lambda engine: engine.kv_cache)
+        kv_cache, device = await engine_loop.call(lambda engine: (engine.kv_cache, engine.model.device))
         # A name may have to be resolved.
         host = await asyncio.to_thread(advertised_host, settings.advertise_host, settings.host, settings.gateway)
         return WorkerContext(
-            worker_id=WorkerId(settings.resolved_worker_id(role)),
+            worker_id=WorkerId(settings.resolved_worker_id(self._role.value)),
             incarnation=Incarnation(secrets.randbits(63)),
             engine_loop=engine_loop,
             kv_cache=kv_cache,
             layout=kv_cache.layout,
+            device=str(device),
             address=f"[{host}]:{server.port}" if ":" in host else f"{host}:{server.port}",
             spawn=server.create_task,
             watch=watch,
         )
 
-    async def _model_info(self, context: WorkerContext) -> worker_service_pb2.GetModelInfoResponse:
+    async def _describe(self, context: WorkerContext, tier: AnyTier) -> WorkerInfo:
         model = await context.engine_loop.call(lambda engine: engine.model)
-        config = model.config
-        return worker_service_pb2.GetModelInfoResponse(
-            model_name=self._settings.served_model_name or resolve_model(self._settings.model).name,
-            architecture=config.architecture,
-            context_length=config.max_position,
-            vocab_size=config.vocab_size,
-            layout=layout_to_proto(context.layout),
-            num_blocks=context.kv_cache.num_blocks,
-            device=str(model.device),
-            kernels=await asyncio.to_thread(describe_kernels, model, self._settings.compute, self._settings.model),
-        )
-
-    def _register_request(
-        self, context: WorkerContext, tier: TierService, info: worker_service_pb2.GetModelInfoResponse
-    ) -> registry_service_pb2.RegisterRequest:
-        return registry_service_pb2.RegisterRequest(
+        config, settings = model.config, self._settings
+        return WorkerInfo(
             worker_id=context.worker_id,
             incarnation=context.incarnation,
             role=self._role,
             address=context.address,
-            model_name=info.model_name,
-            layout=info.layout,
-            num_blocks=info.num_blocks,
+            model_name=settings.served_model_name or resolve_model(settings.model).name,
+            architecture=config.architecture,
+            vocab_size=config.vocab_size,
+            context_length=config.max_position,
+            layout=context.layout,
+            num_blocks=context.kv_cache.num_blocks,
+            max_num_seqs=settings.max_num_seqs,
             transfer_addresses=tier.transfer_addresses,
-            max_num_seqs=self._settings.max_num_seqs,
-            context_length=info.context_length,
             transports=tier.transports,
-            architecture=info.architecture,
-            vocab_size=info.vocab_size,
-            kernels=info.kernels,
+            kernels=await asyncio.to_thread(describe_kernels, model, settings.compute, settings.model),
         )
 
 

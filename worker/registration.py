@@ -11,9 +11,11 @@ import grpc
 import grpc.aio
 import structlog
 
+from engine.worker_types import WorkerInfo
 from kvrelay.channel import channel_options
 from kvrelay.v1 import registry_service_pb2 as pb
 from kvrelay.v1 import registry_service_pb2_grpc
+from kvrelay.wire.engine.workers import worker_info_to_proto
 from kvrelay.wire.status import from_rpc_error
 from worker.step_watch import StepWatch
 
@@ -29,16 +31,14 @@ class Registration:
 
     Args:
         gateway: The gateway's address, host:port.
-        request: What to register.
+        info: What to register.
         is_draining: Read before each KeepAlive.
         watch: Says before each KeepAlive whether the engine hangs.
     """
 
-    def __init__(
-        self, gateway: str, request: pb.RegisterRequest, is_draining: Callable[[], bool], watch: StepWatch
-    ) -> None:
+    def __init__(self, gateway: str, info: WorkerInfo, is_draining: Callable[[], bool], watch: StepWatch) -> None:
         self._gateway = gateway
-        self._request = request
+        self._info = info
         self._is_draining = is_draining
         self._watch = watch
         self._channel = grpc.aio.insecure_channel(gateway, options=channel_options())
@@ -62,7 +62,7 @@ class Registration:
 
     async def close(self) -> None:
         """Deregister, if the gateway can be reached, and close the channel."""
-        request = pb.DeregisterRequest(worker_id=self._request.worker_id, incarnation=self._request.incarnation)
+        request = pb.DeregisterRequest(worker_id=self._info.worker_id, incarnation=self._info.incarnation)
         try:
             await self._stub.Deregister(request, timeout=1.0)
         except grpc.aio.AioRpcError as error:
@@ -74,7 +74,7 @@ class Registration:
         told: grpc.StatusCode | None = None
         while True:
             try:
-                response = await self._stub.Register(self._request, timeout=RPC_TIMEOUT_S)
+                response = await self._stub.Register(worker_info_to_proto(self._info), timeout=RPC_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
                 if error.code() in _REFUSALS:
                     raise from_rpc_error(error) from error
@@ -85,7 +85,7 @@ class Registration:
                     told = error.code()
                 await asyncio.sleep(RETRY_INTERVAL_S)
             else:
-                _log.info("registration.registered", gateway=self._gateway, worker_id=self._request.worker_id)
+                _log.info("registration.registered", gateway=self._gateway, worker_id=self._info.worker_id)
                 return float(response.keep_alive_interval_ms) / 1000
 
     async def _keep_alive(self, interval_s: float) -> bool:
@@ -96,8 +96,8 @@ class Registration:
                 await self._wake.wait()
         self._wake.clear()
         request = pb.KeepAliveRequest(
-            worker_id=self._request.worker_id,
-            incarnation=self._request.incarnation,
+            worker_id=self._info.worker_id,
+            incarnation=self._info.incarnation,
             is_draining=self._is_draining(),
             step_age_ms=round(1000 * self._watch.step_age_s),
             is_stalled=self._watch.is_stalled,

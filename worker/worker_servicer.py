@@ -6,37 +6,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import grpc
 import grpc.aio
 
-from engine.engine import EngineLoad
 from engine.loop import EngineLoop
-from kvrelay.v1 import session_pb2, worker_service_pb2_grpc
+from engine.worker_types import WorkerLoad
 from kvrelay.v1 import worker_service_pb2 as pb
+from kvrelay.v1 import worker_service_pb2_grpc
+from kvrelay.wire.engine.workers import load_to_proto
 from worker.kv_events import KvEventLog
 
-LoadReader = Callable[[], Awaitable[session_pb2.WorkerLoad]]
+LoadReader = Callable[[], Awaitable[WorkerLoad]]
 Context = grpc.aio.ServicerContext[object, object]
-
-
-def load_to_proto(load: EngineLoad, *, num_queued: int, num_leases: int, is_draining: bool) -> session_pb2.WorkerLoad:
-    """Return a worker's load.
-
-    Args:
-        load: The engine's counts.
-        num_queued: Requests that wait outside the engine, e.g. for a reservation.
-        num_leases: Open reservations.
-        is_draining: Whether new requests are refused.
-    """
-    return session_pb2.WorkerLoad(
-        num_running=load.num_running,
-        num_waiting=load.num_waiting + num_queued,
-        num_free_blocks=load.num_free_blocks,
-        num_blocks=load.num_blocks,
-        num_leases=num_leases,
-        is_draining=is_draining,
-        num_waiting_tokens=load.num_waiting_tokens,
-        num_preemptions=load.num_preemptions,
-        num_cache_hit_tokens=load.num_cache_hit_tokens,
-        num_cache_query_tokens=load.num_cache_query_tokens,
-    )
 
 
 class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
@@ -67,7 +45,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
         """Return the load now."""
-        return pb.GetLoadsResponse(load=await self._read_load())
+        return pb.GetLoadsResponse(load=load_to_proto(await self._read_load()))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         """Return the model's and the KV cache's description."""

@@ -21,8 +21,8 @@ from engine.cache.layout import KvLayout
 from engine.clock import SystemClock
 from engine.model.kv_cache import KvCache
 from engine.types import BlockId, Epoch, Incarnation, LeaseId, WorkerId
+from engine.worker_types import KvHandle, TransferPeer, TransferStats
 from kv_transfer.handoff.exporter import Exporter
-from kv_transfer.handoff.handle import KvHandle, Peer, TransferStats
 from kv_transfer.handoff.importer import Importer
 from kv_transfer.handoff.lease import LeaseTable
 from kv_transfer.transports.inproc import InprocTransport
@@ -172,7 +172,7 @@ async def _inproc_path(cache: KvCache, stack: AsyncExitStack) -> TransportPath:
     stack.push_async_callback(listener.close)
     exporter = Exporter(cache, _SENDER, Incarnation(1), TransportRegistry([transport]))
     stack.push_async_callback(exporter.close)
-    exporter.update_peers([Peer(_INPROC_RECEIVER, incarnation, (listener.address,), sink.layout)])
+    exporter.update_peers([TransferPeer(_INPROC_RECEIVER, incarnation, (listener.address,), sink.layout)])
     block_ids = [BlockId(block) for block in range(cache.num_blocks)]
 
     async def reserve(num_tokens: int) -> KvHandle:

@@ -16,9 +16,9 @@ from benchmarks.transfer.receiver_process import OpenedReceiver, opened_receiver
 from engine.engine import ChunkProgress, Engine
 from engine.loop import EngineLoop
 from engine.types import EngineRequest, Incarnation, RequestId, SamplingParams, SequenceOutput, WorkerId
+from engine.worker_types import TransferStats
 from kv_transfer.handoff.export import Export
 from kv_transfer.handoff.exporter import Exporter
-from kv_transfer.handoff.handle import TransferStats
 from kvrelay.errors import DeviceError
 from prefill_service.settings import PrefillSettings
 from worker.compute.bootstrap import build_engine

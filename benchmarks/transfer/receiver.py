@@ -19,7 +19,7 @@ from benchmarks.transfer.shapes import layout_from_json
 from engine.clock import SystemClock
 from engine.model.kv_cache import KvCache
 from engine.types import BlockId, Epoch, Incarnation, LeaseId, WorkerId
-from kv_transfer.handoff.handle import KvHandle, TransferStats
+from engine.worker_types import KvHandle, TransferStats
 from kv_transfer.handoff.importer import Importer
 from kv_transfer.handoff.lease import LeaseTable
 from kv_transfer.transports.registry import TransportRegistry

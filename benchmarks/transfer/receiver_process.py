@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from benchmarks.transfer.receiver import INCARNATION, WORKER_ID, handle_from_json
 from benchmarks.transfer.shapes import layout_to_json
 from engine.cache.layout import KvLayout
-from kv_transfer.handoff.handle import KvHandle, Peer
+from engine.worker_types import KvHandle, TransferPeer
 from kvrelay.errors import EngineError
 
 ANSWER_TIMEOUT_S = 120.0
@@ -27,9 +27,9 @@ class OpenedReceiver:
     """Transfer address by scheme."""
     socket_port: int
 
-    def peer(self) -> Peer:
+    def peer(self) -> TransferPeer:
         """Return what an exporter is told of it."""
-        return Peer(WORKER_ID, INCARNATION, tuple(self.addresses.values()), self.layout)
+        return TransferPeer(WORKER_ID, INCARNATION, tuple(self.addresses.values()), self.layout)
 
     async def reserve(self, num_tokens: int) -> KvHandle:
         """Reserve blocks for one hand-off of `num_tokens`."""

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from engine.clock import Clock
+from engine.worker_types import WorkerInfo, WorkerLoad, WorkerRole
 from gateway.relay.generation import Generation
 from gateway.relay.tokenizer import TokenizerService
 from gateway.routing.admission import Admission
-from gateway.workers.messages import WorkerLoad
 from gateway.workers.pool import WorkerPool
-from gateway.workers.registry import WorkerInfo, WorkerRegistry, WorkerRole
+from gateway.workers.registry import WorkerRegistry
 from kvrelay import __version__
 
 

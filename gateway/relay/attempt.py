@@ -16,24 +16,13 @@ from gateway.relay.request import CompletionRequest
 from gateway.relay.response import Timings
 from gateway.routing.router import Router
 from gateway.workers.mailbox import Mailbox
-from gateway.workers.messages import (
-    Committed,
-    Event,
-    Exported,
-    Failed,
-    Output,
-    Prefill,
-    PrefillLocally,
-    Reserve,
-    Reserved,
-    SessionLost,
-    Stalled,
-    Supersede,
-)
+from gateway.workers.messages import Event, SessionLost, Stalled
 from gateway.workers.session import WorkerSession
 from kvrelay.errors import EngineError, WorkerUnavailable
 from kvrelay.serving.telemetry import traceparent
 from kvrelay.values import FinishReason
+from kvrelay.wire.engine.commands import Prefill, PrefillLocally, Reserve, Supersede
+from kvrelay.wire.engine.events import Committed, Exported, Failed, Output, Reserved
 
 
 class Attempt:

@@ -13,6 +13,7 @@ import structlog
 
 from engine.clock import Clock
 from engine.types import RequestId
+from engine.worker_types import WorkerRole
 from gateway.relay.ids import mint_request_ids
 from gateway.relay.output import CompletionOutput
 from gateway.relay.prompt import resolve
@@ -24,7 +25,7 @@ from gateway.routing.admission import Admission
 from gateway.routing.prefill_gate import PrefillGate
 from gateway.routing.router import Router
 from gateway.workers.pool import WorkerPool
-from gateway.workers.registry import WorkerRegistry, WorkerRole
+from gateway.workers.registry import WorkerRegistry
 from kvrelay.errors import EngineError, ModelNotFound, WorkerUnavailable
 from kvrelay.serving.telemetry import span
 

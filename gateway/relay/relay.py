@@ -19,6 +19,7 @@ import structlog
 
 from engine.clock import Clock
 from engine.types import WorkerId
+from engine.worker_types import WorkerRole
 from gateway.relay.attempt import Attempt
 from gateway.relay.output import CompletionOutput
 from gateway.relay.recovery import Recovery
@@ -29,7 +30,6 @@ from gateway.routing.router import Router
 from gateway.workers.mailbox import Mailbox
 from gateway.workers.messages import AbortRequested, Interrupted
 from gateway.workers.pool import WorkerPool
-from gateway.workers.registry import WorkerRole
 from kvrelay.errors import DeadlineExceeded, EngineError
 from kvrelay.serving.telemetry import span
 

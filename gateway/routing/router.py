@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from engine.types import EngineRequest, WorkerId
+from engine.worker_types import WorkerRole
 from gateway.routing.affinity import PrefixAffinity, prefix_keys
 from gateway.workers.pool import WorkerPool
-from gateway.workers.registry import WorkerRole
 from gateway.workers.session import WorkerSession
 from kvrelay.errors import WorkerUnavailable
 

@@ -12,8 +12,8 @@ import structlog
 
 from engine.clock import Clock
 from engine.types import WorkerId
-from gateway.workers.messages import TransferPeer
-from gateway.workers.registry import WorkerRegistry, WorkerRole
+from engine.worker_types import TransferPeer, WorkerRole
+from gateway.workers.registry import WorkerRegistry
 from gateway.workers.session import SessionLimits, WorkerSession
 
 _log = structlog.get_logger(__name__)

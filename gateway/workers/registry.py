@@ -5,54 +5,18 @@ Pure but for its clock; `registry_servicer.py` feeds it from RPCs, `pool.py` ope
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 
 import structlog
 
-from engine.cache.layout import KvLayout
 from engine.clock import Clock
 from engine.types import Incarnation, WorkerId
+from engine.worker_types import WorkerInfo, WorkerRole
 from kvrelay.errors import InvalidRequest, LayoutMismatch, NameTaken
 
 _log = structlog.get_logger(__name__)
 
 MISSED_KEEP_ALIVES = 3
 """A registration ends after this many missed keep-alives."""
-
-
-class WorkerRole(StrEnum):
-    """The tier of a worker."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerInfo:
-    """A worker as it describes itself."""
-
-    worker_id: WorkerId
-    incarnation: Incarnation
-    role: WorkerRole
-    address: str
-    """gRPC address to dial, host:port."""
-    model_name: str
-    architecture: str
-    vocab_size: int
-    context_length: int
-    layout: KvLayout
-    num_blocks: int
-    max_num_seqs: int
-    transfer_addresses: tuple[str, ...] = ()
-    """Where KV can be sent to, best first (decode only)."""
-    transports: tuple[str, ...] = ()
-    kernels: str = ""
-    """What it computes with, for people."""
-
-    @property
-    def max_sequence_tokens(self) -> int:
-        """Most tokens one sequence can ever hold there: the context's limit or the pool's."""
-        return min(self.context_length, self.num_blocks * self.layout.block_size)
 
 
 @dataclass(slots=True)

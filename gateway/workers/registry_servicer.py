@@ -4,18 +4,12 @@ import grpc
 import grpc.aio
 
 from engine.types import Incarnation, WorkerId
-from gateway.workers.registry import WorkerInfo, WorkerRegistry, WorkerRole
-from kvrelay.errors import InvalidRequest
+from gateway.workers.registry import WorkerRegistry
 from kvrelay.v1 import registry_service_pb2 as registry_pb2
 from kvrelay.v1 import registry_service_pb2_grpc
-from kvrelay.wire.layout import layout_from_proto
+from kvrelay.wire.engine.workers import worker_info_from_proto
 
 SERVICE_NAME = "kvrelay.v1.RegistryService"
-
-_ROLES = {
-    registry_pb2.WORKER_ROLE_PREFILL: WorkerRole.PREFILL,
-    registry_pb2.WORKER_ROLE_DECODE: WorkerRole.DECODE,
-}
 
 
 class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
@@ -33,7 +27,7 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
 
         FAILED_PRECONDITION tells why its model or layout does not fit, ALREADY_EXISTS that its name is in use.
         """
-        self._registry.register(_to_info(request))
+        self._registry.register(worker_info_from_proto(request))
         interval_ms = round(self._registry.keep_alive_interval_s * 1000)
         return registry_pb2.RegisterResponse(keep_alive_interval_ms=interval_ms)
 
@@ -58,27 +52,3 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
         """Forget a worker; one that is not known is forgotten already."""
         self._registry.deregister(WorkerId(request.worker_id), Incarnation(request.incarnation))
         return registry_pb2.DeregisterResponse()
-
-
-def _to_info(message: registry_pb2.RegisterRequest) -> WorkerInfo:
-    role = _ROLES.get(message.role)
-    if role is None:
-        raise InvalidRequest("role", "must be WORKER_ROLE_PREFILL or WORKER_ROLE_DECODE")
-    if not message.HasField("layout"):
-        raise InvalidRequest("layout", "is missing")
-    return WorkerInfo(
-        worker_id=WorkerId(message.worker_id),
-        incarnation=Incarnation(message.incarnation),
-        role=role,
-        address=message.address,
-        model_name=message.model_name,
-        architecture=message.architecture,
-        vocab_size=message.vocab_size,
-        context_length=message.context_length,
-        layout=layout_from_proto(message.layout),
-        num_blocks=message.num_blocks,
-        max_num_seqs=message.max_num_seqs,
-        transfer_addresses=tuple(message.transfer_addresses),
-        transports=tuple(message.transports),
-        kernels=message.kernels,
-    )

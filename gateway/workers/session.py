@@ -19,13 +19,15 @@ import structlog
 
 from engine.clock import Clock
 from engine.types import RequestId
-from gateway.workers.codec import DecodeCodec, Ending, OutMessage, PrefillCodec, Ready, SessionCall, SessionCodec
+from engine.worker_types import TransferPeer, WorkerInfo, WorkerLoad, WorkerRole
 from gateway.workers.liveness import Liveness
 from gateway.workers.mailbox import Mailbox
-from gateway.workers.messages import Command, Event, Prefill, Reserve, SessionLost, Stalled, TransferPeer, WorkerLoad
-from gateway.workers.registry import WorkerInfo, WorkerRole
+from gateway.workers.messages import Event, SessionLost, Stalled
+from gateway.workers.stream import Message, WorkerStream, encode
 from kvrelay.channel import channel_options
 from kvrelay.errors import CapacityError, EngineError, WorkerUnavailable
+from kvrelay.wire.engine.commands import Abort, Prefill, PrefillLocally, Renew, Reserve, Supersede, UpdatePeers
+from kvrelay.wire.engine.events import Ending, ForRequest, Ready, Step
 from kvrelay.wire.status import from_rpc_error
 
 _log = structlog.get_logger(__name__)
@@ -85,13 +87,12 @@ class WorkerSession:
         """Whether the registry says that the worker's engine hangs."""
         self.num_outstanding_tokens = 0
         """Tokens of all attached requests."""
-        self._codec: SessionCodec = DecodeCodec() if info.role is WorkerRole.DECODE else PrefillCodec()
         self._clock = clock
         self._peers = peers
         self._on_change = on_change
         self._limits = limits
         self._requests: dict[RequestId, _Attached] = {}
-        self._commands: deque[tuple[RequestId, OutMessage]] = deque()
+        self._commands: deque[tuple[RequestId, Message]] = deque()
         self._aborts: dict[RequestId, None] = {}
         self._has_new_peers = True
         self._awaiting_prefill: set[RequestId] = set()
@@ -157,7 +158,7 @@ class WorkerSession:
         else:
             self._awaiting_prefill.discard(request_id)
 
-    def send(self, command: Command) -> None:
+    def send(self, command: Reserve | PrefillLocally | Supersede | Prefill) -> None:
         """Queue a command; never waits.
 
         Raises:
@@ -169,7 +170,7 @@ class WorkerSession:
         if len(self._commands) >= self._limits.max_queued_commands:
             raise CapacityError(f"worker {self.info.worker_id} does not keep up with its commands")
         request_id = command.request.request_id if isinstance(command, Reserve | Prefill) else command.request_id
-        self._commands.append((request_id, self._codec.encode(command, self._clock.now())))
+        self._commands.append((request_id, encode(self.info.role, command, self._clock.now())))
         self._wake.set()
 
     def abort(self, request_id: RequestId) -> None:
@@ -228,10 +229,10 @@ class WorkerSession:
             ("grpc.use_local_subchannel_pool", 1),
         )
         async with grpc.aio.insecure_channel(self.info.address, options=options) as channel:
-            call = self._codec.open(channel)
+            stream = WorkerStream(self.info.role, channel)
             loop = asyncio.get_running_loop()
-            reader = loop.create_task(self._read(call), name=f"session read {self.info.worker_id}")
-            writer = loop.create_task(self._write(call), name=f"session write {self.info.worker_id}")
+            reader = loop.create_task(self._read(stream), name=f"session read {self.info.worker_id}")
+            writer = loop.create_task(self._write(stream), name=f"session write {self.info.worker_id}")
             watch = loop.create_task(self._watch(), name=f"session watch {self.info.worker_id}")
             try:
                 done, _ = await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
@@ -242,7 +243,7 @@ class WorkerSession:
                 reader.cancel()
                 writer.cancel()
                 watch.cancel()
-                call.cancel()
+                stream.cancel()
                 await asyncio.gather(reader, writer, watch, return_exceptions=True)
 
     def _reason(self, reader: "asyncio.Task[None]", writer: "asyncio.Task[None]") -> EngineError:
@@ -260,24 +261,24 @@ class WorkerSession:
         _log.error("session.failed", worker_id=self.info.worker_id, exc_info=error)
         return EngineError(f"{type(error).__name__} in the session to {self.info.worker_id}")
 
-    async def _read(self, call: SessionCall) -> None:
+    async def _read(self, stream: WorkerStream) -> None:
         async with asyncio.timeout(self._limits.ready_timeout_s) as ready_timer:
             loop = asyncio.get_running_loop()
-            while (message := await call.read()) is not grpc.aio.EOF:
+            while (event := await stream.read()) is not None:
                 self._liveness.heard(loop.time())
-                incoming = self._codec.decode(message)
-                if isinstance(incoming, Ready):
-                    self._greet(incoming)
-                    ready_timer.reschedule(None)
-                elif isinstance(incoming, WorkerLoad):
-                    self._take_load(incoming)
-                elif isinstance(incoming, Ending):
-                    raise WorkerUnavailable(incoming.reason)
-                else:
-                    for request_id, event in incoming.events:
-                        attached = self._requests.get(request_id)
-                        if attached is not None:
-                            attached.mailbox.post(self.info.worker_id, event)
+                match event:
+                    case Step(outputs):
+                        for output in outputs:
+                            self._post(output.output.request_id, output)
+                    case ForRequest(request_id, happened):
+                        self._post(request_id, happened)
+                    case WorkerLoad():
+                        self._take_load(event)
+                    case Ready():
+                        self._greet(event)
+                        ready_timer.reschedule(None)
+                    case Ending(reason):
+                        raise WorkerUnavailable(reason)
 
     async def _watch(self) -> None:
         """Tell requests while their worker hangs, and keep the reservations of those whose prefill waits."""
@@ -300,7 +301,7 @@ class WorkerSession:
                 self._is_renewal_due = True
                 self._wake.set()
 
-    async def _write(self, call: SessionCall) -> None:
+    async def _write(self, stream: WorkerStream) -> None:
         self._has_new_peers = True
         while True:
             message = self._next_message()
@@ -308,22 +309,22 @@ class WorkerSession:
                 self._wake.clear()
                 await self._wake.wait()
             else:
-                await call.write(message)
+                await stream.write(message)
 
-    def _next_message(self) -> OutMessage | None:
+    def _next_message(self) -> Message | None:
+        role, now = self.info.role, self._clock.now()
+        # Decode sends KV to nobody, and only decode reserves anything.
         if self._has_new_peers:
             self._has_new_peers = False
-            message = self._codec.encode_peers(self._peers())
-            if message is not None:
-                return message
+            if role is WorkerRole.PREFILL:
+                return encode(role, UpdatePeers(tuple(self._peers())), now)
         if self._aborts:
             request_ids, self._aborts = self._aborts, {}
-            return self._codec.encode_abort(request_ids)
+            return encode(role, Abort(tuple(request_ids)), now)
         if self._is_renewal_due:
             self._is_renewal_due = False
-            message = self._codec.encode_renew(self._awaiting_prefill)
-            if message is not None:
-                return message
+            if role is WorkerRole.DECODE:
+                return encode(role, Renew(tuple(self._awaiting_prefill)), now)
         return self._commands.popleft()[1] if self._commands else None
 
     def _greet(self, ready: Ready) -> None:
@@ -333,7 +334,7 @@ class WorkerSession:
                 f"at {self.info.address} answers {ready.worker_id}, not this incarnation of {self.info.worker_id}"
             )
         self.is_open = True
-        self._lease_ttl_s = ready.lease_ttl_s
+        self._lease_ttl_s = ready.lease_ttl_ms / 1000
         _log.info("session.opened", worker_id=self.info.worker_id, worker_role=self.info.role.value)
         self._on_change()
 
@@ -343,6 +344,11 @@ class WorkerSession:
         self._num_unreported_blocks = 0
         if is_changed:
             self._on_change()
+
+    def _post(self, request_id: RequestId, event: Event) -> None:
+        attached = self._requests.get(request_id)
+        if attached is not None:
+            attached.mailbox.post(self.info.worker_id, event)
 
     def _post_all(self, event: Event) -> None:
         for attached in self._requests.values():

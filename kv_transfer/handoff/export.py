@@ -13,11 +13,11 @@ from typing import Self, TypeVar, assert_never
 from engine.cache.layout import KvLayout
 from engine.clock import Clock
 from engine.types import BlockId
+from engine.worker_types import KvHandle, TransferStats
 from kv_transfer.blocks import BlockSource
 from kv_transfer.device import gather_on_device
 from kv_transfer.frame import Frame, FrameKind, PayloadBuffer, seal
 from kv_transfer.handoff.gather import gather
-from kv_transfer.handoff.handle import KvHandle, TransferStats
 from kv_transfer.handoff.link import PeerLink
 from kv_transfer.handoff.messages import Commit, Credit, Open, Rejection
 from kv_transfer.handoff.pace import FrameCost

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 from engine.clock import Clock, SystemClock
 from engine.types import Incarnation, WorkerId
+from engine.worker_types import KvHandle, TransferPeer
 from kv_transfer.blocks import BlockSource
 from kv_transfer.handoff.export import Export
-from kv_transfer.handoff.handle import KvHandle, Peer
 from kv_transfer.handoff.link import PeerLink, links_to_drop, open_connection
 from kv_transfer.handoff.messages import Hello
 from kv_transfer.handoff.pace import FrameCost
@@ -65,12 +65,12 @@ class Exporter:
         self._connect_timeout_s = connect_timeout_s
         self._accept_timeout_s = accept_timeout_s
         self._commit_timeout_s = commit_timeout_s
-        self._peers: dict[WorkerId, Peer] = {}
+        self._peers: dict[WorkerId, TransferPeer] = {}
         self._links: dict[WorkerId, asyncio.Task[PeerLink]] = {}
         self._costs: dict[WorkerId, FrameCost] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    def update_peers(self, peers: Sequence[Peer]) -> None:
+    def update_peers(self, peers: Sequence[TransferPeer]) -> None:
         """Take over what the registry announces: connect to new workers ahead of use, drop those that are gone.
 
         Exports to a worker that is gone or has restarted fail with `PeerUnavailable`.
@@ -141,7 +141,7 @@ class Exporter:
         self._peers = {}
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    async def _link(self, peer: Peer) -> PeerLink:
+    async def _link(self, peer: TransferPeer) -> PeerLink:
         # Several exports may wait for one attempt to connect; the cancellation of one must not end it.
         task = self._link_task(peer)
         try:
@@ -152,7 +152,7 @@ class Exporter:
                 raise PeerUnavailable(f"decode worker {peer.worker_id} is gone") from None
             raise
 
-    def _link_task(self, peer: Peer) -> asyncio.Task[PeerLink]:
+    def _link_task(self, peer: TransferPeer) -> asyncio.Task[PeerLink]:
         task = self._links.get(peer.worker_id)
         if task is None or (task.done() and not _is_connected(task)):
             task = asyncio.get_running_loop().create_task(self._open(peer))
@@ -160,7 +160,7 @@ class Exporter:
             self._links[peer.worker_id] = task
         return task
 
-    async def _open(self, peer: Peer) -> PeerLink:
+    async def _open(self, peer: TransferPeer) -> PeerLink:
         # Of what this worker has, decode is told of and gets those layers that it has as well.
         hello = Hello(self._worker_id, self._incarnation, self._source.layout.shared_with(peer.layout))
         connection = await open_connection(self._transports, peer, hello, self._scheme, self._connect_timeout_s)

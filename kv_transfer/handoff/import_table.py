@@ -16,10 +16,10 @@ import structlog
 from engine.cache.layout import KvLayout
 from engine.clock import Clock
 from engine.types import BlockId, Epoch, Incarnation, LeaseId, WorkerId
+from engine.worker_types import KvHandle, TransferStats
 from kv_transfer.blocks import BlockRange, BlockSink
 from kv_transfer.device import DeviceBytes
 from kv_transfer.frame import Frame, FrameError, FrameKind, seal, verify
-from kv_transfer.handoff.handle import KvHandle, TransferStats
 from kv_transfer.handoff.landing import part_of, write_layer
 from kv_transfer.handoff.lease import Lease, LeaseTable
 from kv_transfer.handoff.messages import Commit, Credit, Open, Rejection

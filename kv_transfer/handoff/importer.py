@@ -14,9 +14,9 @@ import structlog
 from engine.cache.layout import KvLayout
 from engine.clock import Clock, SystemClock
 from engine.types import BlockId, Incarnation, LeaseId, WorkerId
+from engine.worker_types import KvHandle
 from kv_transfer.blocks import BlockSink
 from kv_transfer.frame import Frame, FrameError, FrameKind, seal, verify
-from kv_transfer.handoff.handle import KvHandle
 from kv_transfer.handoff.import_table import CommitCallback, FailureCallback, ImportTable
 from kv_transfer.handoff.lease import LeaseTable
 from kv_transfer.handoff.messages import Hello, Rejection

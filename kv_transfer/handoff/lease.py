@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from engine.clock import Clock
 from engine.types import Epoch, LeaseId
-from kv_transfer.handoff.handle import TICKET_BYTES
+from engine.worker_types import TICKET_BYTES
 from kvrelay.errors import EngineError, LeaseExpired, LeaseUnknown, StaleEpoch
 
 MAX_REMEMBERED_ENDS = 4096

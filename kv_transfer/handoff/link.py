@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from engine.types import Epoch, LeaseId
+from engine.worker_types import TransferPeer
 from kv_transfer.frame import Frame, FrameError, FrameKind, seal, verify
-from kv_transfer.handoff.handle import Peer
 from kv_transfer.handoff.messages import Hello, Rejection
 from kv_transfer.transports.port import Connection
 from kv_transfer.transports.registry import TransportRegistry
@@ -24,7 +24,7 @@ _log = structlog.get_logger(__name__)
 
 
 async def open_connection(
-    registry: TransportRegistry, peer: Peer, hello: Hello, scheme: str | None, timeout_s: float
+    registry: TransportRegistry, peer: TransferPeer, hello: Hello, scheme: str | None, timeout_s: float
 ) -> Connection:
     """Connect to a decode worker and exchange HELLO.
 
@@ -51,7 +51,7 @@ async def open_connection(
     return connection
 
 
-def _check_answer(frame: Frame, peer: Peer) -> None:
+def _check_answer(frame: Frame, peer: TransferPeer) -> None:
     verify(frame)
     if frame.header.kind is FrameKind.REJECTED:
         raise Rejection.decode(frame.payload).to_error()
@@ -70,7 +70,7 @@ class PeerLink:
     Invariant: a handler is listed from `attach` until `detach`, and told at most once that the link is lost.
     """
 
-    def __init__(self, peer: Peer, connection: Connection) -> None:
+    def __init__(self, peer: TransferPeer, connection: Connection) -> None:
         self.peer = peer
         self.connection = connection
         self._handlers: dict[tuple[LeaseId, Epoch], tuple[ReplyHandler, LossHandler]] = {}
@@ -135,7 +135,7 @@ class PeerLink:
             on_lost(reason)
 
 
-def links_to_drop(links: Sequence[PeerLink], peers: Sequence[Peer]) -> list[PeerLink]:
+def links_to_drop(links: Sequence[PeerLink], peers: Sequence[TransferPeer]) -> list[PeerLink]:
     """Return the links whose worker is gone, restarted, or announces another layout."""
     announced = {(peer.worker_id, peer.incarnation): peer for peer in peers}
     dropped = []

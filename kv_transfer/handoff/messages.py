@@ -9,8 +9,8 @@ from typing import Final
 
 from engine.cache.layout import KvDtype, KvLayout
 from engine.types import Incarnation, WorkerId
+from engine.worker_types import TICKET_BYTES
 from kv_transfer.frame import FrameError
-from kv_transfer.handoff.handle import TICKET_BYTES
 from kvrelay.errors import (
     CapacityError,
     ChecksumMismatch,

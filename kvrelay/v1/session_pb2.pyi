@@ -122,7 +122,7 @@ class TransferStats(_message.Message):
     def __init__(self, num_bytes: _Optional[int] = ..., num_frames: _Optional[int] = ..., total_ns: _Optional[int] = ..., exposed_ns: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_free_blocks", "num_blocks", "num_leases", "is_draining", "num_waiting_tokens", "num_preemptions", "num_cache_hit_tokens", "num_cache_query_tokens", "step_age_ms", "is_stalled")
+    __slots__ = ("num_running", "num_waiting", "num_free_blocks", "num_blocks", "num_leases", "is_draining", "num_waiting_tokens", "num_preemptions", "num_cache_hit_tokens", "num_cache_query_tokens", "step_age_ms", "is_stalled", "num_parked")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -135,6 +135,7 @@ class WorkerLoad(_message.Message):
     NUM_CACHE_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_AGE_MS_FIELD_NUMBER: _ClassVar[int]
     IS_STALLED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARKED_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_free_blocks: int
@@ -147,4 +148,5 @@ class WorkerLoad(_message.Message):
     num_cache_query_tokens: int
     step_age_ms: int
     is_stalled: bool
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_leases: _Optional[int] = ..., is_draining: _Optional[bool] = ..., num_waiting_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_cache_hit_tokens: _Optional[int] = ..., num_cache_query_tokens: _Optional[int] = ..., step_age_ms: _Optional[int] = ..., is_stalled: _Optional[bool] = ...) -> None: ...
+    num_parked: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_leases: _Optional[int] = ..., is_draining: _Optional[bool] = ..., num_waiting_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_cache_hit_tokens: _Optional[int] = ..., num_cache_query_tokens: _Optional[int] = ..., step_age_ms: _Optional[int] = ..., is_stalled: _Optional[bool] = ..., num_parked: _Optional[int] = ...) -> None: ...

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer.handoff.handle import KvHandle
+from engine.worker_types import KvHandle
 from kvrelay.errors import LeaseExpired
 from tests.fakes_handoff import Tiers, blocks, run_tiers, until
 from tests.transports import BETWEEN_PROCESSES, TRANSPORTS, within
@@ -28,7 +28,7 @@ import asyncio, json, sys
 from kvrelay.errors import EngineError
 from engine.types import Epoch, Incarnation, LeaseId, WorkerId
 from kv_transfer.handoff.exporter import Exporter
-from kv_transfer.handoff.handle import KvHandle, Peer
+from engine.worker_types import KvHandle, TransferPeer
 from kv_transfer.transports.registry import TransportRegistry
 from tests.fakes_handoff import blocks
 from tests.fakes_transport import ArrayCache, tiny_layout
@@ -40,7 +40,7 @@ async def main():
     cache.fill(blocks(0, 1, 2), task["num_tokens"], seed=666)
     exporter = Exporter(cache, WorkerId("late"), Incarnation(4), TransportRegistry([TRANSPORTS[task["transport"]]()]))
     worker_id, incarnation = WorkerId(task["worker_id"]), Incarnation(task["incarnation"])
-    exporter.update_peers([Peer(worker_id, incarnation, tuple(task["addresses"]), tiny_layout())])
+    exporter.update_peers([TransferPeer(worker_id, incarnation, tuple(task["addresses"]), tiny_layout())])
     handle = KvHandle(
         LeaseId(task["lease_id"]), Epoch(task["epoch"]), bytes.fromhex(task["ticket"]), worker_id, incarnation,
         0, task["num_tokens"], tiny_layout().fingerprint,

@@ -10,9 +10,9 @@ import grpc
 import grpc.aio
 
 from engine.model.files.source import ModelSource, resolve_model
+from engine.worker_types import WorkerRole
 from gateway.app import Gateway
 from gateway.settings import GatewaySettings
-from gateway.workers.registry import WorkerRole
 from kvrelay.channel import PUBLIC_MAX_MESSAGE_BYTES, channel_options
 from kvrelay.text.tokenizer import Tokenizer, load_tokenizer
 from kvrelay.v1 import inference_service_pb2 as inference_pb2

@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from engine.model.files.source import ModelSource
-from gateway.workers.registry import WorkerRole
+from engine.worker_types import WorkerRole
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.v1 import decode_service_pb2 as decode_pb2
 from kvrelay.v1 import inference_service_pb2 as inference_pb2

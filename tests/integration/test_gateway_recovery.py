@@ -7,7 +7,7 @@ import grpc.aio
 import pytest
 
 from engine.model.files.source import ModelSource
-from gateway.workers.registry import WorkerRole
+from engine.worker_types import WorkerRole
 from kvrelay.errors import ChecksumMismatch, DeviceError, LeaseExpired, PeerUnavailable, WorkerUnavailable
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.v1 import decode_service_pb2 as decode_pb2

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.types import BlockId, Epoch, LeaseId, WorkerId
+from engine.worker_types import KvHandle, TransferStats
 from kv_transfer.blocks import BlockRange
 from kv_transfer.frame import Frame, FrameKind
-from kv_transfer.handoff.handle import KvHandle, TransferStats
 from kv_transfer.handoff.import_table import ImportTable
 from kv_transfer.handoff.lease import LeaseTable
 from kv_transfer.handoff.messages import Open

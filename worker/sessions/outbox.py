@@ -6,24 +6,16 @@ bounded by the number of requests. Belongs to one event loop.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Generic, TypeVar
+from collections.abc import AsyncIterator, Iterable
 
-from kvrelay.v1 import session_pb2
-
-Event = TypeVar("Event")
+from kvrelay.wire.engine.events import Event, Output, Step
 
 
-class Outbox(Generic[Event]):
-    """A queue of a session's events that merges waiting step outputs.
+class Outbox:
+    """A queue of a session's events that merges waiting step outputs."""
 
-    Args:
-        wrap_step: Wraps a StepOutput into the session's event message.
-    """
-
-    def __init__(self, wrap_step: Callable[[session_pb2.StepOutput], Event]) -> None:
-        self._wrap_step = wrap_step
-        self._items: deque[Event | session_pb2.StepOutput] = deque()
+    def __init__(self) -> None:
+        self._items: deque[Event | list[Output]] = deque()
         self._wake = asyncio.Event()
         self._is_closed = False
 
@@ -33,15 +25,15 @@ class Outbox(Generic[Event]):
             self._items.append(event)
             self._wake.set()
 
-    def put_outputs(self, outputs: Iterable[session_pb2.TokenOutput]) -> None:
+    def put_outputs(self, outputs: Iterable[Output]) -> None:
         """Queue one step's outputs, joining them to the last message if that is a step still waiting to be sent."""
         if self._is_closed:
             return
         last = self._items[-1] if self._items else None
-        if isinstance(last, session_pb2.StepOutput):
-            last.outputs.extend(outputs)
+        if isinstance(last, list):
+            last.extend(outputs)
         else:
-            self._items.append(session_pb2.StepOutput(outputs=outputs))
+            self._items.append(list(outputs))
         self._wake.set()
 
     def close(self) -> None:
@@ -54,7 +46,7 @@ class Outbox(Generic[Event]):
         while True:
             while self._items:
                 item = self._items.popleft()
-                yield self._wrap_step(item) if isinstance(item, session_pb2.StepOutput) else item
+                yield Step(tuple(item)) if isinstance(item, list) else item
             if self._is_closed:
                 return
             self._wake.clear()

@@ -6,26 +6,17 @@ One hop to asyncio per step, then one message per session. Belongs to one event 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from engine.types import RequestId, SequenceOutput
-from kvrelay.v1 import session_pb2
-from kvrelay.wire.requests import output_to_proto
-
-
-class OutputSink(Protocol):
-    """Where a session's step outputs go; `Outbox` is one."""
-
-    def put_outputs(self, outputs: list[session_pb2.TokenOutput]) -> None:
-        """Take one step's outputs of one session."""
-        ...
+from kvrelay.wire.engine.events import Output
+from worker.sessions.outbox import Outbox
 
 
 @dataclass(slots=True)
 class Route:
     """Where one request's outputs go."""
 
-    sink: OutputSink
+    outbox: Outbox
     attempt: int
     """Goes into each output, so that the gateway can tell attempts apart."""
     on_output: Callable[[SequenceOutput], None]
@@ -61,7 +52,7 @@ class OutputRouter:
 
     def deliver(self, outputs: list[SequenceOutput]) -> None:
         """Send a step's outputs to their sessions, one message each."""
-        by_sink: dict[int, tuple[OutputSink, list[session_pb2.TokenOutput]]] = {}
+        by_outbox: dict[int, tuple[Outbox, list[Output]]] = {}
         observed: list[tuple[Callable[[SequenceOutput], None], SequenceOutput]] = []
         for output in outputs:
             route = self._routes.get(output.request_id)
@@ -72,9 +63,9 @@ class OutputRouter:
             observed.append((route.on_output, output))
             if output.error is not None:
                 continue  # no tokens; whoever observes it tells the gateway
-            by_sink.setdefault(id(route.sink), (route.sink, []))[1].append(output_to_proto(output, route.attempt))
-        for sink, messages in by_sink.values():
-            sink.put_outputs(messages)
+            by_outbox.setdefault(id(route.outbox), (route.outbox, []))[1].append(Output(route.attempt, output))
+        for outbox, found in by_outbox.values():
+            outbox.put_outputs(found)
         # Later, so that whoever sends the outputs runs before whoever goes on with other work because of them.
         for on_output, output in observed:
             on_output(output)

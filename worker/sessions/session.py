@@ -1,7 +1,7 @@
 """One gateway's session: commands in, events out, and the end of both.
 
 The gRPC handler is the event generator; commands are read by a task beside it. When either side ends, the other does
-too, and the servicer then frees whatever the session had started.
+too, and the tier then frees whatever the session had started.
 """
 
 import asyncio
@@ -13,23 +13,36 @@ import structlog
 
 from engine.types import RequestId
 from kvrelay.errors import EngineError
-from kvrelay.v1 import session_pb2
-from kvrelay.wire.status import to_status
+from kvrelay.wire.engine.events import Committed, Event, Exported, Failed, ForRequest, Reserved
+from kvrelay.wire.status import INTERNAL_MESSAGE
 from worker.sessions.outbox import Outbox
 
-Command = TypeVar("Command")
-Event = TypeVar("Event")
+Message = TypeVar("Message")
 
 _log = structlog.get_logger(__name__)
 
 
-def new_session_id() -> str:
-    """Return a random name for a session."""
-    return secrets.token_hex(8)
+class GatewaySession:
+    """One gateway's session with this worker. Requests belong to the session that brought them."""
+
+    def __init__(self) -> None:
+        self.session_id = secrets.token_hex(8)
+        self.outbox = Outbox()
+
+    def tell(self, request_id: RequestId, event: Reserved | Committed | Exported) -> None:
+        """Queue what happened to a request."""
+        self.outbox.put(ForRequest(request_id, event))
+
+    def fail(self, request_id: RequestId, attempt: int, error: BaseException) -> None:
+        """Queue the event that ends a request; exceptions outside the tree are logged and told as internal errors."""
+        if not isinstance(error, EngineError):
+            _log.error("request.failed_unexpectedly", request_id=request_id, exc_info=error)
+            error = EngineError(INTERNAL_MESSAGE)
+        self.outbox.put(ForRequest(request_id, Failed(attempt, error)))
 
 
 async def session_events(
-    commands: AsyncIterable[Command], outbox: Outbox[Event], on_command: Callable[[Command], None]
+    commands: AsyncIterable[Message], outbox: Outbox, on_command: Callable[[Message], None]
 ) -> AsyncIterator[Event]:
     """Yield a session's events until its gateway ends the stream or the outbox is closed.
 
@@ -55,10 +68,3 @@ async def session_events(
         (outcome,) = await asyncio.gather(reader, return_exceptions=True)
         if isinstance(outcome, Exception):
             _log.warning("session.read_failed", error=str(outcome), kind=type(outcome).__name__)
-
-
-def request_error(request_id: RequestId, attempt: int, error: BaseException) -> session_pb2.RequestError:
-    """Return the event that ends one request; unknown exceptions are logged and told as internal errors."""
-    if not isinstance(error, EngineError):
-        _log.error("request.failed_unexpectedly", request_id=request_id, exc_info=error)
-    return session_pb2.RequestError(request_id=request_id, attempt=attempt, status=to_status(error).SerializeToString())

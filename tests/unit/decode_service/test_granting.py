@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from decode_service import convert, handoffs
+from decode_service import handoffs
 from decode_service.handoffs import Handoffs
-from decode_service.request import DecodeRequest, DecodeSession, Phase
+from decode_service.request import DecodeRequest, Phase
 from engine.cache.block_pool import BlockPool
 from engine.config import SchedulerConfig
 from engine.engine import Granted
@@ -20,6 +20,7 @@ from engine.types import EngineRequest, Incarnation, RequestId, SamplingParams, 
 from kvrelay.errors import ContextTooLong, DeviceError
 from tests.fakes_handoff import until
 from tests.fakes_transport import ArrayCache, tiny_layout
+from worker.sessions.session import GatewaySession
 from worker.step_watch import StepWatch
 from worker.tier import WorkerContext
 
@@ -80,11 +81,12 @@ class Decode:
             engine_loop=self.loop,  # type: ignore[arg-type]  # only `call` is used
             kv_cache=ArrayCache(layout, num_blocks),  # type: ignore[arg-type]  # only a block sink is used
             layout=layout,
+            device="cpu",
             address="127.0.0.1:1",
             spawn=lambda work, name: asyncio.get_running_loop().create_task(work, name=name),
             watch=StepWatch(lambda: 0.0, 5.0, None, lambda is_stalled: None),
         )
-        self.session = DecodeSession()
+        self.session = GatewaySession()
         self.handoffs = Handoffs(context, 256, lambda entry, record: None, self._failed)
 
     def request(self, request_id: int, num_tokens: int = 16, deadline_s: float = 100.0) -> DecodeRequest:
@@ -197,21 +199,19 @@ async def test_an_error_of_one_request_ends_that_one_only(error: Exception) -> N
 async def test_a_grant_that_cannot_be_told_ends_that_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
     async with decode() as worker:
         entries = [worker.request(number) for number in range(1, 4)]
-        monkeypatch.setattr(convert, "reserved_event", _failing_for(2))
+        monkeypatch.setattr(worker.session, "tell", _failing_for(2, worker.session.tell))
         await until(lambda: _is_reserved(entries[0], entries[2]))
         assert [(number, type(error)) for number, error in worker.failures] == [(2, KeyError)]
         assert worker.handoffs.num_leases == 2
 
 
-def _failing_for(request_id: int) -> Callable[..., object]:
-    reserved_event = convert.reserved_event
-
-    def event(number: int, attempt: int, handle: Any) -> object:
+def _failing_for(request_id: int, tell: Callable[[RequestId, Any], None]) -> Callable[[RequestId, Any], None]:
+    def failing(number: RequestId, event: Any) -> None:
         if number == request_id:
             raise KeyError(number)
-        return reserved_event(number, attempt, handle)
+        tell(number, event)
 
-    return event
+    return failing
 
 
 async def test_an_engine_that_is_gone_ends_all_that_wait() -> None:

@@ -6,8 +6,9 @@ from typing import Any
 from engine.cache.layout import KvLayout
 from engine.config import KvDtype
 from engine.types import EngineRequest, Incarnation, RequestId, SamplingParams, WorkerId
+from engine.worker_types import WorkerInfo, WorkerRole
 from gateway.workers.pool import WorkerPool
-from gateway.workers.registry import WorkerInfo, WorkerRegistry, WorkerRole
+from gateway.workers.registry import WorkerRegistry
 from gateway.workers.session import SessionLimits, WorkerSession
 
 LAYOUT = KvLayout("weights", num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype=KvDtype.FP32)

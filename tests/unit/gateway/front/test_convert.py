@@ -16,7 +16,7 @@ from kvrelay.errors import ContextTooLong, InvalidRequest
 from kvrelay.v1 import inference_service_pb2 as inference_pb2
 from kvrelay.v1 import sampling_pb2
 from kvrelay.values import FinishReason, PositionLogprobs, TokenLogprob
-from kvrelay.wire.requests import sampling_params_to_proto
+from kvrelay.wire.engine.sampling import sampling_params_to_proto
 
 LIMITS = ModelLimits(vocab_size=100, max_token_bytes=4, max_prompt_bytes=10_000, max_sequence_tokens=50)
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from engine.types import PrefillTiming, RequestId, SequenceOutput, WorkerId
+from engine.worker_types import TransferStats, WorkerRole
 from gateway.relay.attempt import Attempt
 from gateway.relay.output import CompletionOutput
 from gateway.relay.recovery import Recovery
@@ -13,12 +14,12 @@ from gateway.relay.request import CompletionRequest
 from gateway.relay.response import Timings
 from gateway.routing.router import AffinityLimits, Router
 from gateway.workers.mailbox import Mailbox
-from gateway.workers.messages import Committed, Exported, Failed, Output, Reserved, SessionLost, Stalled, TransferStats
-from gateway.workers.registry import WorkerRole
+from gateway.workers.messages import SessionLost, Stalled
 from kvrelay.errors import LeaseUnknown, StepFailed, WorkerUnavailable
 from kvrelay.v1 import decode_service_pb2 as decode_pb2
 from kvrelay.v1 import handoff_pb2, session_pb2
 from kvrelay.values import FinishReason
+from kvrelay.wire.engine.events import Committed, Exported, Failed, Output, Reserved
 from tests.unit.gateway.builders import OfflinePool, make_request, sent
 
 D, P, Q = WorkerId("d"), WorkerId("p"), WorkerId("q")

@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 
 from engine.types import RequestId, WorkerId
+from engine.worker_types import WorkerLoad, WorkerRole
 from gateway.routing.affinity import PrefixAffinity, prefix_keys
 from gateway.routing.router import AffinityLimits, Router
 from gateway.workers.mailbox import Mailbox
-from gateway.workers.messages import WorkerLoad
-from gateway.workers.registry import WorkerRole
 from gateway.workers.session import WorkerSession
 from kvrelay.errors import WorkerUnavailable
 from tests.unit.gateway.builders import OfflinePool, make_request

@@ -6,7 +6,8 @@ import itertools
 from engine.types import WorkerId
 from gateway.relay.ids import mint_request_ids
 from gateway.workers.mailbox import Mailbox
-from gateway.workers.messages import AbortRequested, Reserved
+from gateway.workers.messages import AbortRequested
+from kvrelay.wire.engine.events import Reserved
 
 RESERVED = Reserved(1, b"", 0)
 

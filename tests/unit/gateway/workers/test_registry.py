@@ -7,7 +7,7 @@ import pytest
 import structlog
 
 from engine.types import Incarnation, WorkerId
-from gateway.workers.registry import WorkerRole
+from engine.worker_types import WorkerRole
 from kvrelay.errors import InvalidRequest, LayoutMismatch, NameTaken
 from tests.unit.gateway.builders import LAYOUT, ManualClock, make_info, make_registry
 

@@ -4,10 +4,11 @@ import pytest
 
 from engine.types import RequestId
 from gateway.workers.mailbox import Mailbox
-from gateway.workers.messages import PrefillLocally, Reserve, SessionLost
+from gateway.workers.messages import SessionLost
 from kvrelay.errors import CapacityError, WorkerUnavailable
 from kvrelay.v1 import decode_service_pb2 as decode_pb2
 from kvrelay.v1 import session_pb2
+from kvrelay.wire.engine.commands import PrefillLocally, Reserve
 from tests.unit.gateway.builders import OfflinePool, make_request, sent
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import pytest
 
 from engine.types import Epoch, Incarnation, LeaseId, WorkerId
+from engine.worker_types import KvHandle, TransferPeer
 from kv_transfer.frame import Frame, FrameError, FrameKind, PayloadBuffer, seal
 from kv_transfer.handoff import export as export_module
 from kv_transfer.handoff.exporter import Exporter
-from kv_transfer.handoff.handle import KvHandle, Peer
 from kv_transfer.handoff.messages import Credit, Hello, Rejection
 from kv_transfer.handoff.sender import SenderState
 from kv_transfer.transports.inproc import InprocConnection, InprocTransport
@@ -42,7 +42,7 @@ class Stage:
 
     exporter: Exporter
     source: ArrayCache
-    peer: Peer
+    peer: TransferPeer
     connections: "asyncio.Queue[Connection]"
 
     async def accept(self, hello: Frame | None = None) -> "Decode":
@@ -93,7 +93,7 @@ async def stage(*, accept_timeout_s: float = 5.0, connect_timeout_s: float = 5.0
         connect_timeout_s=connect_timeout_s,
         commit_timeout_s=5.0,
     )
-    peer = Peer(DECODE, Incarnation(77), (listener.address,), LAYOUT)
+    peer = TransferPeer(DECODE, Incarnation(77), (listener.address,), LAYOUT)
     exporter.update_peers([peer])
     try:
         yield Stage(exporter, source, peer, connections)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from engine.types import BlockId, Incarnation, WorkerId
-from kv_transfer.handoff.handle import Peer
+from engine.worker_types import TransferPeer
 from kv_transfer.transports.inproc import InprocTransport
 from kvrelay.errors import (
     CapacityError,
@@ -257,7 +257,7 @@ async def test_workers_with_other_geometry_are_refused_with_the_reason(other: ob
         with pytest.raises(LayoutMismatch, match="differs"):
             tiers.exporter.begin(handle)
         # An exporter that believes otherwise is refused by decode itself.
-        lie = Peer(DECODE, tiers.peer.incarnation, tiers.peer.addresses, other)
+        lie = TransferPeer(DECODE, tiers.peer.incarnation, tiers.peer.addresses, other)
         tiers.exporter.update_peers([lie])
         async with tiers.exporter.begin(replace(handle, layout_fingerprint=other.fingerprint)) as export:
             with pytest.raises(LayoutMismatch, match="differs"):

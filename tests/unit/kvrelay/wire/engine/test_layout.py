@@ -8,7 +8,7 @@ from engine.cache.layout import KvLayout
 from engine.config import KvDtype
 from kvrelay.errors import LayoutMismatch
 from kvrelay.v1 import layout_pb2
-from kvrelay.wire.layout import layout_from_proto, layout_to_proto
+from kvrelay.wire.engine.layout import layout_from_proto, layout_to_proto
 
 LAYOUT = KvLayout("weights", num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype=KvDtype.BF16)
 
