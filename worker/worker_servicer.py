@@ -10,7 +10,7 @@ from engine.loop import EngineLoop
 from engine.worker_types import WorkerLoad
 from kvrelay.v1 import worker_service_pb2 as pb
 from kvrelay.v1 import worker_service_pb2_grpc
-from kvrelay.wire.engine.workers import load_to_proto
+from kvrelay.wire.engine.workers import ModelInfo, load_to_proto, model_info_to_proto
 from worker.kv_events import KvEventLog
 
 LoadReader = Callable[[], Awaitable[WorkerLoad]]
@@ -31,7 +31,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
     def __init__(
         self,
         engine_loop: EngineLoop,
-        info: pb.GetModelInfoResponse,
+        info: ModelInfo,
         read_load: LoadReader,
         drain: Callable[[], Awaitable[None]] | None,
         default_drain_timeout_s: float,
@@ -49,7 +49,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         """Return the model's and the KV cache's description."""
-        return self._info
+        return model_info_to_proto(self._info)
 
     async def SubscribeKvEvents(
         self, request: pb.SubscribeKvEventsRequest, context: Context

@@ -32,7 +32,7 @@ def check_plottable(target: str) -> None:
     if not path.absolute().parent.is_dir():
         raise InvalidRequest("plot", f"there is no folder {path.parent}")
     if find_spec("matplotlib") is None:
-        raise InvalidRequest("plot", 'needs matplotlib: pip install "kvrelay[bench]"')
+        raise InvalidRequest("plot", 'needs matplotlib: pip install "kvrelay-server[bench]"')
 
 
 def write_plot(report: BenchReport, target: str) -> None:

@@ -19,7 +19,7 @@ from kvrelay.cli import chat, generate, models, status
 from kvrelay.cli.console import USAGE, fail, take_text_as_it_comes
 from kvrelay.cli.options import PASS_THROUGH
 
-_SERVER_COMMANDS = ("demo", "serve", "check", "gateway", "prefill", "decode", "train-drafter", "bench")
+_SERVER_COMMANDS = ("demo", "serve", "check", "gateway", "prefill", "decode", "worker", "train-drafter", "bench")
 
 
 class _Commands(TyperGroup):

@@ -10,9 +10,10 @@ import grpc.aio
 import pytest
 
 from engine.types import EngineRequest, RequestId
-from kvrelay.channel import channel_options
+from kvrelay.cluster.worker_client import WorkerClient
 from kvrelay.errors import EngineError, LeaseUnknown, SamplingFailed, StepFailed
-from kvrelay.v1 import decode_service_pb2, session_pb2, worker_service_pb2, worker_service_pb2_grpc
+from kvrelay.v1 import decode_service_pb2, session_pb2, worker_service_pb2_grpc
+from kvrelay.wire.engine.workers import ModelInfo
 from tests.engine_driver import make_engine, make_request, run_alone
 from tests.tiny_models import TINY_FAMILIES, write_tiny_model
 from tests.worker_harness import DecodeCommand, Driver, run_decode, run_prefill, settle
@@ -164,9 +165,10 @@ async def test_control_of_a_worker_is_for_those_who_were_given_it(model: Path, i
         async def drain() -> None:
             drained.append(True)
 
+        info = ModelInfo("tiny", "llama", 64, 300, decode.context.layout, 24, "cpu", "torch")
         servicer = WorkerServicer(
             decode.context.engine_loop,
-            worker_service_pb2.GetModelInfoResponse(),
+            info,
             decode.tier.read_load,
             drain if is_served else None,
             1.0,
@@ -175,20 +177,16 @@ async def test_control_of_a_worker_is_for_those_who_were_given_it(model: Path, i
         worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
-            stub = worker_service_pb2_grpc.WorkerServiceStub(channel)
-            for call in (
-                stub.Drain(worker_service_pb2.DrainRequest()),
-                stub.FlushCache(worker_service_pb2.FlushCacheRequest()),
-            ):
-                if is_served:
-                    await call
-                else:
-                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async with WorkerClient(f"127.0.0.1:{port}") as client:
+            if is_served:
+                assert await client.drain(timeout_s=5.0) == 0
+                assert await client.flush_cache() == 0
+            else:
+                for call in (client.drain(timeout_s=5.0), client.flush_cache()):
+                    with pytest.raises(EngineError, match="--worker-control"):
                         await call
-                    assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
-            load = await stub.GetLoads(worker_service_pb2.GetLoadsRequest())
-            assert load.load.num_blocks == decode.context.kv_cache.num_blocks
+            assert (await client.load()).num_blocks == decode.context.kv_cache.num_blocks
+            assert await client.model_info() == info
         await server.stop(None)
         assert drained == ([True] if is_served else [])
 

@@ -21,9 +21,21 @@ def _pins() -> dict[str, Version]:
 
 
 def _project() -> dict[str, list[str]]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert tuple(project["optional-dependencies"]) == _EXTRAS
-    return {"": project["dependencies"], **project["optional-dependencies"]}
+    """What the server and the client ask for, by extra."""
+    server, client = (
+        tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        for folder in (".", "client")
+    )
+    assert tuple(server["optional-dependencies"]) == _EXTRAS
+    own = f"{client['name']}[cli]=={client['version']}"
+    assert own in server["dependencies"], "the server goes with the client of its own version"
+    dependencies = [line for line in server["dependencies"] if line != own]
+    return {
+        "": dependencies,
+        "client": client["dependencies"],
+        **client["optional-dependencies"],
+        **server["optional-dependencies"],
+    }
 
 
 def _applies(requirement: Requirement, extras: set[str]) -> bool:

@@ -1,4 +1,4 @@
-"""The distribution: every package with its type marker, one version, and a command that starts."""
+"""The two distributions: every package with its type marker, one version, and a command that starts."""
 
 import tomllib
 from importlib.metadata import distribution
@@ -6,17 +6,19 @@ from importlib.metadata import distribution
 import kvrelay
 from tests.meta.repository import PACKAGES, ROOT, run_tool
 
-_PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+_SERVER, _CLIENT = (
+    tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8")) for folder in (".", "client")
+)
 
 
-def test_every_package_is_shipped_typed_and_documented() -> None:
-    assert tuple(_PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]) == PACKAGES
+def test_every_package_is_typed_and_documented() -> None:
     assert all((ROOT / package / "py.typed").is_file() for package in PACKAGES)
     assert all((ROOT / package / "__init__.py").is_file() for package in PACKAGES)
 
 
 def test_version_is_the_same_everywhere() -> None:
-    assert _PROJECT["project"]["version"] == kvrelay.__version__ == distribution("kvrelay").version
+    declared = {project["project"]["version"] for project in (_SERVER, _CLIENT)}
+    assert declared == {kvrelay.__version__, distribution("kvrelay").version, distribution("kvrelay-server").version}
 
 
 def test_installed_command_starts_and_lists_its_sub_commands() -> None:

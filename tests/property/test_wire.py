@@ -27,8 +27,11 @@ from kvrelay.wire.engine.layout import layout_from_proto, layout_to_proto
 from kvrelay.wire.engine.requests import TEXT_FIELDS
 from kvrelay.wire.engine.sampling import sampling_params_from_proto, sampling_params_to_proto
 from kvrelay.wire.engine.workers import (
+    ModelInfo,
     load_from_proto,
     load_to_proto,
+    model_info_from_proto,
+    model_info_to_proto,
     peer_from_proto,
     peer_to_proto,
     worker_info_from_proto,
@@ -140,6 +143,12 @@ FAMILIES: dict[str, Family] = {
         lambda: full_value_of(WorkerInfo, layout=a_layout),
         worker_info_to_proto,
         worker_info_from_proto,
+    ),
+    "model": Family(
+        values_of(ModelInfo, layout=LAYOUTS),
+        lambda: full_value_of(ModelInfo, layout=a_layout),
+        model_info_to_proto,
+        model_info_from_proto,
     ),
     "peer": Family(
         values_of(TransferPeer, layout=LAYOUTS),

@@ -97,7 +97,7 @@ class UcxTransport:
 
     def _acquire(self) -> "UcxEngine":
         if not is_available():
-            raise PeerUnavailable("ucxx is not installed: pip install 'kvrelay[ucx]'")
+            raise PeerUnavailable("ucxx is not installed: pip install 'kvrelay-server[ucx]'")
         from kv_transfer.transports.ucx.progress import UcxEngine
 
         if self._engine is None:

@@ -6,7 +6,7 @@
 import typer
 
 from kvrelay.cli.options import PASS_THROUGH
-from kvrelay.cli.server import bench, check, demo, roles, serve, train_drafter
+from kvrelay.cli.server import bench, check, demo, roles, serve, train_drafter, worker
 
 _LOCAL = "On this machine"
 _ROLES = "One role"
@@ -21,4 +21,5 @@ def add_commands(app: typer.Typer) -> None:
     for role in (roles.gateway, roles.prefill, roles.decode):
         app.command(rich_help_panel=_ROLES, context_settings=PASS_THROUGH, add_help_option=False)(role)
     app.command("train-drafter", rich_help_panel=_OFFLINE)(train_drafter.train_drafter)
+    app.add_typer(worker.app, name="worker", rich_help_panel=_ROLES)
     app.add_typer(bench.app, name="bench")

@@ -4,59 +4,28 @@ Owns the questions to the workers and the table that answers them. Used by serve
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from contextlib import suppress
 
-import grpc.aio
 from rich.table import Table
 from rich.text import Text
 
-from kvrelay.channel import channel_options
 from kvrelay.cli.status import kernel_names
 from kvrelay.cluster.process import ManagedProcess
+from kvrelay.cluster.worker_client import WorkerClient
 from kvrelay.errors import EngineError
 from kvrelay.results import ModelSummary, ServerInfo
-from kvrelay.v1 import layout_pb2, worker_service_pb2, worker_service_pb2_grpc
-from kvrelay.wire.status import from_rpc_error
-
-_RPC_TIMEOUT_S = 5.0
+from kvrelay.wire.engine.workers import ModelInfo
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerDetails:
-    """What a worker says of itself, beyond what the gateway knows."""
-
-    worker_id: str
-    block_size: int
-    """Tokens in a KV block."""
-    kv_dtype: str
-    device: str
-
-
-async def ask_workers(info: ServerInfo) -> dict[str, WorkerDetails]:
-    """Return the details of the workers that can be reached, by worker id."""
-    found: dict[str, WorkerDetails] = {}
+async def ask_workers(info: ServerInfo) -> dict[str, ModelInfo]:
+    """Return what the workers that can be reached say of themselves, by worker id."""
+    found: dict[str, ModelInfo] = {}
     for worker in info.workers:
-        try:
-            details = await _ask(worker.address)
-        except EngineError:
-            # On another network than the gateway, or just gone: the table shows what is known.
-            continue
-        dtype = layout_pb2.KvDtype.Name(details.layout.dtype).removeprefix("KV_DTYPE_").lower()
-        found[worker.worker_id] = WorkerDetails(worker.worker_id, details.layout.block_size, dtype, details.device)
+        # On another network than the gateway, or just gone: the table shows what is known.
+        with suppress(EngineError):
+            async with WorkerClient(worker.address) as client:
+                found[worker.worker_id] = await client.model_info()
     return found
-
-
-async def _ask(address: str) -> worker_service_pb2.GetModelInfoResponse:
-    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
-        stub: Any = worker_service_pb2_grpc.WorkerServiceStub(channel)
-        try:
-            response: worker_service_pb2.GetModelInfoResponse = await stub.GetModelInfo(
-                worker_service_pb2.GetModelInfoRequest(), timeout=_RPC_TIMEOUT_S
-            )
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-        return response
 
 
 def common_transport(info: ServerInfo) -> str:
@@ -70,7 +39,7 @@ def ready_banner(
     target: str,
     models: Sequence[ModelSummary],
     info: ServerInfo,
-    details: dict[str, WorkerDetails],
+    details: dict[str, ModelInfo],
     processes: Sequence[ManagedProcess],
 ) -> Table:
     """Return the table shown when a cluster is ready."""
@@ -95,8 +64,8 @@ def ready_banner(
             worker.worker_id,
             worker.address,
             f"{worker.num_blocks:,}",
-            str(own.block_size) if own else "?",
-            own.kv_dtype if own else "?",
+            str(own.layout.block_size) if own else "?",
+            own.layout.dtype.value if own else "?",
             own.device if own else "?",
             kernel_names(worker),
             _pid(process),

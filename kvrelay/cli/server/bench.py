@@ -29,7 +29,8 @@ JsonFile: TypeAlias = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write one JSON object; - is standard output.")
 ]
 PlotFile: TypeAlias = Annotated[
-    str | None, typer.Option("--plot", metavar="FILE.png", help="Draw the figures; needs the extra kvrelay[bench].")
+    str | None,
+    typer.Option("--plot", metavar="FILE.png", help="Draw the figures; needs kvrelay-server[bench]."),
 ]
 Record: TypeAlias = Annotated[bool, typer.Option("--record", help="Append the figures to benchmarks/results.csv.")]
 Rounds: TypeAlias = Annotated[

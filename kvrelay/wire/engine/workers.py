@@ -1,7 +1,9 @@
-"""What workers tell of themselves: WorkerInfo, WorkerLoad and TransferPeer, to protos and back."""
+"""What workers tell of themselves: WorkerInfo, ModelInfo, WorkerLoad and TransferPeer, to protos and back."""
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from typing import Self
 
+from engine.cache.layout import KvLayout
 from engine.types import Incarnation, WorkerId
 from engine.worker_types import TransferPeer, WorkerInfo, WorkerLoad, WorkerRole
 from kvrelay.errors import InvalidRequest
@@ -67,8 +69,37 @@ def worker_info_from_proto(message: registry_pb2.RegisterRequest) -> WorkerInfo:
     )
 
 
-def model_info_to_proto(info: WorkerInfo, device: str) -> worker_service_pb2.GetModelInfoResponse:
-    """Return a worker's model and cache, for whoever asks the worker itself."""
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A worker's model and cache, for whoever asks the worker itself."""
+
+    model_name: str
+    architecture: str
+    context_length: int
+    vocab_size: int
+    layout: KvLayout
+    num_blocks: int
+    device: str
+    """What it computes on, e.g. `cpu` or `cuda:0`."""
+    kernels: str
+
+    @classmethod
+    def of(cls, info: WorkerInfo, device: str) -> Self:
+        """Return what a worker that registers as `info` answers."""
+        return cls(
+            info.model_name,
+            info.architecture,
+            info.context_length,
+            info.vocab_size,
+            info.layout,
+            info.num_blocks,
+            device,
+            info.kernels,
+        )
+
+
+def model_info_to_proto(info: ModelInfo) -> worker_service_pb2.GetModelInfoResponse:
+    """Return a worker's answer to GetModelInfo."""
     return worker_service_pb2.GetModelInfoResponse(
         model_name=info.model_name,
         architecture=info.architecture,
@@ -76,8 +107,26 @@ def model_info_to_proto(info: WorkerInfo, device: str) -> worker_service_pb2.Get
         vocab_size=info.vocab_size,
         layout=layout_to_proto(info.layout),
         num_blocks=info.num_blocks,
-        device=device,
+        device=info.device,
         kernels=info.kernels,
+    )
+
+
+def model_info_from_proto(message: worker_service_pb2.GetModelInfoResponse) -> ModelInfo:
+    """Return what a worker answered.
+
+    Raises:
+        LayoutMismatch: Its layout is not one this build knows.
+    """
+    return ModelInfo(
+        model_name=message.model_name,
+        architecture=message.architecture,
+        context_length=message.context_length,
+        vocab_size=message.vocab_size,
+        layout=layout_from_proto(message.layout),
+        num_blocks=message.num_blocks,
+        device=message.device,
+        kernels=message.kernels,
     )
 
 
