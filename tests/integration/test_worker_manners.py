@@ -83,7 +83,7 @@ async def test_defect_while_a_command_is_handled_is_told_and_ends_no_session(
             patch.setattr(engine, "reserve_all", fail, raising=False)
             with pytest.raises(EngineError, match="internal error"):
                 await driver.reserve(broken)
-            patch.setattr("decode_service.servicer.engine_request_from_proto", fail)
+            patch.setattr("worker.tier.command_from_proto", fail)
             with pytest.raises(EngineError, match="internal error"):
                 await driver.reserve(broken)
         await driver.prefill_locally(beside)
