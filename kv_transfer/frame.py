@@ -304,7 +304,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> FrameHeader:
 
 
 def check_greeting(header: FrameHeader) -> None:
-    """Check that a frame may come from a peer that has not said who it is: nothing large is set up for strangers.
+    """Check that a frame may come from a peer that has not said who it is: nothing large is set up for one.
 
     Raises:
         FrameError: It carries KV, or more than a greeting needs.

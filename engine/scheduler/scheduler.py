@@ -15,7 +15,7 @@ from engine.scheduler.draft_room import DraftRoom
 from engine.scheduler.limits import check_fits
 from engine.scheduler.order import goes_first, victim_of
 from engine.scheduler.plan import SampledTokens, ScheduledChunk, StepPlan, StepResult
-from engine.scheduler.trial import tried_alone
+from engine.scheduler.trial import without_suspects_together
 from engine.sequence import Sequence, SequenceStatus
 from engine.types import BlockId, PrefillTiming, RequestId, SequenceOutput
 from kvrelay.errors import CapacityError, EngineError
@@ -179,7 +179,7 @@ class Scheduler:
         if drafts:
             num_left = self._num_blocks_missed
             chunks[: len(decodes)] = self._draft_room.fill(chunks[: len(decodes)], drafts, budget, num_left)
-        return StepPlan(tried_alone(chunks))
+        return StepPlan(without_suspects_together(chunks))
 
     def apply(self, plan: StepPlan, result: StepResult, now_ns: int) -> list[SequenceOutput]:
         """Take over a step's result: advance counts, publish blocks, append tokens, finish sequences."""

@@ -28,6 +28,7 @@ from gateway.relay.validation import (
 from kvrelay.errors import ContextTooLong, InvalidRequest
 from kvrelay.v1 import inference_service_pb2 as inference_pb2
 from kvrelay.v1 import sampling_pb2
+from kvrelay.wire.engine.sampling import plain_fields_from_proto
 from kvrelay.wire.logprobs import finish_reason_to_proto, logprobs_to_proto
 
 MAX_COMPLETIONS = 16
@@ -43,22 +44,8 @@ MAX_CLIENT_ID_BYTES = 128
 
 _PARAMS = "sampling_params"
 _UNBUILT = ("prompt_logprobs", "constraint")
-_PLAIN_FIELDS = (
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "include_stop_str",
-    "ignore_eos",
-    "logprobs",
-    "skip_special_tokens",
-    "num_draft_tokens",
-)
-"""Those that are one value in the proto and in `SamplingParams`, under one name; absent, they take its default."""
+_OF_THE_CALL = ("max_tokens", "seed")
+"""Fields that are settled when the prompt is known; until then they are the call's."""
 
 
 def to_call(message: inference_pb2.GenerateRequest, limits: ModelLimits) -> GenerateCall:
@@ -160,7 +147,7 @@ def _to_sampling_params(params: sampling_pb2.SamplingParams, limits: ModelLimits
     check_count(f"{_PARAMS}.stop_token_ids", params.stop_token_ids, most_tokens)
     check_count(f"{_PARAMS}.logit_bias", params.logit_bias, most_tokens)
     check_count(f"{_PARAMS}.allowed_token_ids", params.allowed_token_ids, min(limits.vocab_size, MAX_ALLOWED_TOKENS))
-    given = {name: getattr(params, name) for name in _PLAIN_FIELDS if params.HasField(name)}
+    given = {name: value for name, value in plain_fields_from_proto(params).items() if name not in _OF_THE_CALL}
     result = SamplingParams(
         **given,
         stop=tuple(dict.fromkeys(params.stop)),

@@ -70,8 +70,8 @@ class Connection(Protocol):
     def trust_peer(self) -> None:
         """Take payloads of every size from now on: the peer has said who it is, and it fits.
 
-        Until then a connection that a listener accepted takes frames of up to `MAX_GREETING_BYTES` and no KV, so that a
-        stranger cannot make it set up memory. One made by `connect` trusts its peer from the start.
+        Until then a connection that a listener accepted takes frames of up to `MAX_GREETING_BYTES` and no KV, so that
+        an unknown peer cannot make it set up memory. One made by `connect` trusts its peer from the start.
         """
         ...
 

@@ -43,8 +43,16 @@ async def test_answer_has_the_workers_tokens_and_their_text(model: Model) -> Non
 async def test_characters_are_never_split_between_chunks(model: Model) -> None:
     async with harness(model) as cluster:
         answer = await cluster.generate(cluster.request(temperature=0.0))
-        assert "\ufffd" not in "".join(chunk.text for chunk in answer.chunks)
-        assert len(answer.chunks) == len(cluster.answer)
+        token_ids: list[int] = []
+        text = ""
+        for chunk in answer.chunks:
+            token_ids += chunk.token_ids
+            text += chunk.text
+            # All that is whole by now, and nothing of a character that is not.
+            assert text == cluster.tokenizer.decode(token_ids).rstrip("\ufffd")
+        decoded = [cluster.tokenizer.decode(cluster.answer[:end]) for end in range(len(cluster.answer))]
+        assert any(part.endswith("\ufffd") for part in decoded)
+        assert token_ids == cluster.answer
 
 
 async def test_started_names_id_seed_and_model(model: Model) -> None:

@@ -70,7 +70,8 @@ class HeadFollower:
         self._model = model
         self._newest: dict[RequestId, _Newest] = {}
         self._waiting: dict[RequestId, _Waiting] = {}
-        self._strangers: set[RequestId] = set()
+        self._not_followed: set[RequestId] = set()
+        """Sequences of which the head's KV is missing, or not worth keeping up."""
         self._step: Tensor | None = None
         """States behind the rows of the step, where they were absorbed at once."""
         self._taps = torch.empty(0)
@@ -108,7 +109,7 @@ class HeadFollower:
             if state is not None:
                 carried[index] = state
             elif chunk.start == 0:
-                self._strangers.discard(request_id)
+                self._not_followed.discard(request_id)
         self._step = self.head.absorb(batch, self._taps, carried, self.kv_cache)
 
     def settle(self, chunks: Sequence[ScheduledChunk], num_accepted: Sequence[int]) -> None:
@@ -178,12 +179,12 @@ class HeadFollower:
 
     def can_draft(self, request_id: RequestId) -> bool:
         """Whether the head's KV of the sequence is here, as far as one can know."""
-        return request_id not in self._strangers
+        return request_id not in self._not_followed
 
     def give_up(self, request_id: RequestId) -> None:
         """Stop following a sequence that is not worth drafting for, until it is computed anew."""
         self.forget(request_id)
-        self._strangers.add(request_id)
+        self._not_followed.add(request_id)
 
     def export(self, request_id: RequestId) -> bytes:
         """Return the newest state for the hand-off, fp32 little-endian; empty when there is none."""
@@ -203,7 +204,7 @@ class HeadFollower:
         """
         values = np.frombuffer(state, "<f4") if len(state) == 4 * self.head.state_size else None
         if values is None or not np.isfinite(values).all():
-            self._strangers.add(request_id)
+            self._not_followed.add(request_id)
             return
         tensor = torch.from_numpy(values.astype(np.float32)).to(self._model.device)
         self._newest[request_id] = _Newest(num_tokens, tensor)
@@ -212,7 +213,7 @@ class HeadFollower:
         """Drop what is kept of a sequence that has ended. Unknown ids are ignored."""
         self._newest.pop(request_id, None)
         self._waiting.pop(request_id, None)
-        self._strangers.discard(request_id)
+        self._not_followed.discard(request_id)
 
 
 def _is_decode(chunk: ScheduledChunk) -> bool:

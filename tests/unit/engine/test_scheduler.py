@@ -31,12 +31,18 @@ def _sequence(
     priority: int = 0,
     base: int | None = None,
     is_handoff: bool = False,
+    is_suspect: bool = False,
     **params: Any,
 ) -> Sequence:
     base = 1000 * request_id if base is None else base
     tokens = tuple(range(base + 10, base + 10 + num_tokens))
     request = EngineRequest(
-        RequestId(request_id), tokens, SamplingParams(**{"max_tokens": 8} | params), num_tokens, priority=priority
+        RequestId(request_id),
+        tokens,
+        SamplingParams(**{"max_tokens": 8} | params),
+        num_tokens,
+        priority=priority,
+        is_suspect=is_suspect,
     )
     return Sequence(request, is_handoff=is_handoff)
 
@@ -302,12 +308,28 @@ def test_suspects_take_their_first_sampled_step_alone_one_after_the_other() -> N
     scheduler.add(_sequence(1, 5, max_tokens=30))
     _step(scheduler)
     for request_id in (2, 3):
-        sequence = _sequence(request_id, 40, max_tokens=30)
-        sequence.is_on_trial = True
-        scheduler.add(sequence)
+        scheduler.add(_sequence(request_id, 40, max_tokens=30, is_suspect=True))
     steps = [[(chunk.sequence.request_id, chunk.samples) for chunk in _step(scheduler)[0].chunks] for _ in range(8)]
     for request_id in (2, 3):
         assert next(step for step in steps if (request_id, True) in step) == [(request_id, True)]
     # What does not sample is computed beside others, and who has passed its trial is as good as any.
     assert steps[0] == [(1, True), (2, False)]
     assert steps[-1] == [(1, True), (2, True), (3, True)]
+
+
+def test_suspects_are_never_together_while_one_is_on_trial() -> None:
+    """A prompt's chunk may break a step too: beside it stand only those that nobody suspects."""
+    scheduler = _scheduler(max_num_batched_tokens=32)
+    scheduler.add(_sequence(1, 5, max_tokens=30))
+    scheduler.add(_sequence(2, 5, max_tokens=30, is_suspect=True))
+    for _ in range(3):
+        _step(scheduler)
+    scheduler.add(_sequence(3, 100, max_tokens=30, is_suspect=True))
+    scheduler.add(_sequence(4, 100, max_tokens=30, is_suspect=True))
+    steps = [{chunk.sequence.request_id for chunk in _step(scheduler)[0].chunks} for _ in range(16)]
+    trials = [step for step in steps if len(step & {3, 4}) and not step >= {2, 3, 4}]
+    assert {1, 3} in trials
+    assert {1, 4} in trials
+    assert all(len(step & {2, 3, 4}) == 1 for step in trials[: trials.index({4}) + 1])
+    # Both have passed: nobody is held back any more.
+    assert {1, 2, 3, 4} in steps
