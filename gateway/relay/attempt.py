@@ -1,35 +1,99 @@
-"""One attempt at a completion: one reservation on a decode worker and the prefills that try to fill it.
+"""One attempt at a completion as a state machine without input or output: a reservation, and who fills it.
 
-Owns the commands of the attempt and what each event means in it; the tokens go to `output.py`, what follows a failure
-is decided by `recovery.py`. Never waits: `relay.py` takes the events from the mailbox and looks at `failure` and
-`is_restart_due` afterwards.
+`Attempt.handle` takes an event and returns instructions, both from `instructions.py`; `completion.py` looks at what the
+attempt has come to. What follows a failure is decided by `recovery.py`; the tokens go to `output.py`.
+
+    WAITING -> PLACING -> RESERVING -> GRANTED -> PREFILLING ---> COMMITTED -> DECODED
+                              |         ^   |         |               ^           ^
+                              |         |   |         v               |           |
+                              |         +---|---- SUPERSEDING --------+           |
+                              |             |         |    the commit was first   |
+                              +-------------+---------+--> LOCAL -----------------+
+    from each of them: LOST, FAILED, CLOSED
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
-from engine.clock import Clock
-from engine.types import EngineRequest, WorkerId
+from engine.types import PrefillTiming, WorkerId
+from gateway.relay.instructions import (
+    AttemptEvent,
+    BeginAttempt,
+    FromWorker,
+    Instructions,
+    KeepReservation,
+    LeaveGate,
+    LetGo,
+    LookForOther,
+    NotPlaced,
+    OtherKnown,
+    Placed,
+    PlaceDecode,
+    PlacePrefill,
+    Ready,
+    Send,
+    SendFailed,
+    Trouble,
+)
 from gateway.relay.output import CompletionOutput
 from gateway.relay.recovery import Recovery, Remedy
 from gateway.relay.request import CompletionRequest
-from gateway.relay.response import Timings
-from gateway.routing.router import Router
-from gateway.workers.mailbox import Mailbox
-from gateway.workers.messages import Event, SessionLost, Stalled
-from gateway.workers.session import WorkerSession
-from kvrelay.errors import EngineError, WorkerUnavailable
-from kvrelay.serving.telemetry import traceparent
-from kvrelay.values import FinishReason
-from kvrelay.wire.engine.commands import Prefill, PrefillLocally, Reserve, Supersede
+from gateway.relay.response import Timings, to_ns
 from kvrelay.wire.engine.events import Committed, Exported, Failed, Output, Reserved
+from gateway.workers.messages import Event, SessionLost, Stalled
+from kvrelay.wire.engine.commands import Prefill, PrefillLocally, Reserve, Supersede
+from kvrelay.errors import EngineError, WorkerUnavailable
+from kvrelay.values import FinishReason
+
+
+class AttemptState(StrEnum):
+    """Where an attempt stands."""
+
+    WAITING = "waiting"
+    """It waits until it can be placed: at the gate, or for a decode worker."""
+    PLACING = "placing"
+    """A decode worker is being chosen."""
+    RESERVING = "reserving"
+    """Decode was asked for blocks."""
+    GRANTED = "granted"
+    """They are reserved; a prefill worker to fill them is being chosen."""
+    PREFILLING = "prefilling"
+    """A prefill worker fills them."""
+    SUPERSEDING = "superseding"
+    """It failed, and decode was asked to fence it. A commit may have been first."""
+    LOCAL = "local"
+    """Decode computes the prompt itself, then generates."""
+    COMMITTED = "committed"
+    """Decode has taken the KV over and generates. The first token may still be on its way from prefill."""
+    DECODED = "decoded"
+    """Decode has sent its last token and holds nothing any more."""
+    LOST = "lost"
+    """Another attempt should go on behind the tokens that came."""
+    FAILED = "failed"
+    """The request cannot go on at all."""
+    CLOSED = "closed"
+    """It is not needed any more."""
+
+
+_ASKED = (AttemptState.RESERVING, AttemptState.SUPERSEDING)
+"""States that wait for Reserved. In others it is void: it answers a Supersede that a commit overtook."""
+_TAKEN_OVER = (AttemptState.COMMITTED, AttemptState.DECODED)
+
+
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    """The prefill worker that fills the reservation."""
+
+    worker_id: WorkerId
+    is_exported: bool = False
+    """Whether it was told that decode has taken over; then only its first token is still missing."""
 
 
 class Attempt:
-    """The workers' side of one completion, until it ends or has to be started anew. Made for one reservation.
+    """One attempt, from the wait for its turn on.
 
-    Invariants: `_decode` and `_prefill` are exactly the sessions that may still hold something for the request;
-    tokens are taken only from the attempt number that the reservation is granted to.
+    Invariants: `_decode` and `_writer` are exactly the workers that were placed and not let go of, none in LOST, FAILED
+    and CLOSED; tokens are taken only from the attempt number that the reservation is granted to.
     """
 
     def __init__(
@@ -39,252 +103,261 @@ class Attempt:
         timings: Timings,
         recovery: Recovery,
         *,
-        router: Router,
-        mailbox: Mailbox,
-        on_prefill_over: Callable[[], None],
         local_prefill_max_tokens: int,
-        clock: Clock,
     ) -> None:
+        prompt = request.engine_request
         self._request = request
         self._output = output
         self._timings = timings
         self._recovery = recovery
-        self._router = router
-        self._mailbox = mailbox
-        self._on_prefill_over = on_prefill_over
         self._local_prefill_max_tokens = local_prefill_max_tokens
-        self._clock = clock
-        self._id = request.engine_request.request_id
-        self._engine_request = request.engine_request
-        self._decode: WorkerSession | None = None
-        self._prefill: WorkerSession | None = None
-        self._granted: int | None = None
-        self._kv_handle = b""
-        self._num_cached_tokens = 0
-        self._has_first_token = self._is_committed = self._is_exported = self._is_decode_done = False
-        self._prefill_sent_at = 0.0
-        self.first_index = len(output.token_ids)
+        self._id = prompt.request_id
+        self._engine_request = replace(
+            prompt, token_ids=prompt.token_ids + tuple(output.token_ids), is_suspect=recovery.is_suspect
+        )
+        """The prompt, followed by the tokens of earlier attempts."""
+        self._first_index = len(output.token_ids)
         """Index of the first token that this attempt generates."""
-        self.failure: EngineError | None = None
-        """Why the request cannot go on at all."""
-        self.is_restart_due = False
-        """Whether another attempt should go on after the tokens given out so far."""
+        self._has_turn = False
+        """Whether there is a turn at the gate to give back."""
+        self._decode: WorkerId | None = None
+        self._writer: _Writer | None = None
+        self._grant: Reserved | None = None
+        self._prefill_asked_at = 0.0
+        self.state = AttemptState.WAITING
+        self.error: EngineError | None = None
+        """Why it is LOST or FAILED."""
         self.decode_worker: WorkerId | None = None
         self.prefill_worker: WorkerId | None = None
         """Who sampled the first token; None until it came."""
 
-    @property
-    def is_reserved(self) -> bool:
-        """Whether decode has granted blocks."""
-        return self._granted is not None
+    def begin(self) -> BeginAttempt:
+        """Return the first thing to be done."""
+        num_tokens = len(self._engine_request.token_ids)
+        self._has_turn = num_tokens > self._local_prefill_max_tokens
+        return BeginAttempt(self._recovery.attempt, num_tokens if self._has_turn else None)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more can come of it."""
-        return self.failure is not None or self.is_restart_due
+    def handle(self, event: AttemptEvent, now: float) -> Instructions:
+        """Take one event, at clock second `now`, and return what is to be done, in order."""
+        match event:
+            case FromWorker(worker_id, said):
+                return self._on_worker(worker_id, said, now)
+            case Ready() if self.state is AttemptState.WAITING:
+                return self._place_decode()
+            case Placed(worker_id):
+                return self._on_placed(worker_id)
+            case NotPlaced(error) if self.state is AttemptState.PLACING:
+                return self._leave(AttemptState.FAILED, error)
+            case NotPlaced() if self.state is AttemptState.GRANTED:
+                return self._prefill_locally()
+            case OtherKnown(trouble, is_there) if trouble.worker_id == self._decode:
+                return self._on_trouble(trouble, has_other=is_there)
+            case SendFailed(worker_id, error):
+                return self._on_worker(worker_id, Failed(self._recovery.attempt, error), now)
+            case _:
+                return ()
 
-    def reserve(self, request: EngineRequest) -> None:
-        """Place the request and ask for blocks.
+    def close(self) -> Instructions:
+        """Let go of everything: the completion has ended, or it is not wanted any more."""
+        return self._leave(AttemptState.CLOSED)
 
-        Args:
-            request: The prompt, followed by the tokens of earlier attempts.
+    # --- what workers say ---------------------------------------------------------------------------------------------
 
-        Raises:
-            WorkerUnavailable: no decode worker could take it.
-            CapacityError: the chosen one does not read its commands.
-        """
-        self._engine_request = request
-        session = self._router.place(request, avoid=self._recovery.failed_decode)
-        session.attach(self._id, self._mailbox, len(request.token_ids))
-        self._decode, self.decode_worker = session, session.info.worker_id
-        session.send(Reserve(request, self._recovery.attempt, self._request.deadline, traceparent()))
-
-    def handle(self, source: WorkerId | None, event: Event) -> None:
-        """Take one event of a worker."""
+    def _on_worker(self, worker_id: WorkerId, event: Event, now: float) -> Instructions:
         if isinstance(event, Output):
             # Tokens that are here count even when the worker that sent them was lost right after.
-            self._take_output(source, event)
-        elif not self.is_over and source is not None:
-            if self._decode is not None and self._decode.info.worker_id == source:
-                self._handle_decode(event)
-            elif self._prefill is not None and self._prefill.info.worker_id == source:
-                self._handle_prefill(event)
+            return self._on_output(worker_id, event, now)
+        if worker_id == self._decode:
+            return self._on_decode(worker_id, event, now)
+        if self._writer is not None and worker_id == self._writer.worker_id:
+            return self._on_prefill(self._writer, event)
+        return ()
 
-    def let_go(self) -> None:
-        """Tell the workers to free what they hold for the request. Does nothing the second time."""
-        if self._prefill is not None:
-            # After the commit it only waits to hear of it, and ends by itself.
-            is_done = self._has_first_token and (self._is_committed or self._is_exported)
-            self._release_prefill(is_done=is_done)
-        if self._decode is not None:
-            self._release_decode(is_done=self._is_decode_done)
-
-    # --- events -------------------------------------------------------------------------------------------------------
-
-    def _take_output(self, source: WorkerId | None, event: Output) -> None:
+    def _on_output(self, worker_id: WorkerId, event: Output, now: float) -> Instructions:
         output = event.output
         if event.attempt != self._granted:
-            return
+            return ()
         if output.finish_reason is FinishReason.ABORT:
             # Nobody here asked for it: the worker gave the request up.
-            self.handle(source, Failed(event.attempt, WorkerUnavailable(f"worker {source} ended the request itself")))
-            return
+            error = WorkerUnavailable(f"worker {worker_id} ended the request itself")
+            return self._on_worker(worker_id, Failed(event.attempt, error), now)
         self._output.note_cached(output.num_cached_tokens)
         try:
             self._output.add(output)
         except EngineError as error:
-            self.failure = error
-            return
-        is_from_decode = self._decode is not None and self._decode.info.worker_id == source
-        self._is_decode_done |= is_from_decode and output.finish_reason is not None
-        if output.token_index <= self.first_index < output.token_index + len(output.token_ids):
-            self._has_first_token = True
-            self._on_prefill_over()
-            self.prefill_worker = self.prefill_worker or source
-            timing = output.prefill_timing
-            if timing is not None and self.first_index == 0:
-                waited_ns = int((self._prefill_sent_at - self._request.arrival) * 1e9)
-                self._timings.queue_ns = waited_ns + timing.queue_ns
-                self._timings.prefill_ns = timing.prefill_ns
-            if self._is_exported and self._prefill is not None:
-                self._release_prefill(is_done=True)
+            return self._leave(AttemptState.FAILED, error)
+        if worker_id == self._decode and output.finish_reason is not None:
+            self.state = AttemptState.DECODED
+        if output.token_index <= self._first_index < output.token_index + len(output.token_ids):
+            return self._on_first_token(worker_id, output.prefill_timing)
+        return ()
 
-    def _handle_decode(self, event: Event) -> None:
+    def _on_first_token(self, worker_id: WorkerId, timing: PrefillTiming | None) -> Instructions:
+        self.prefill_worker = self.prefill_worker or worker_id
+        if timing is not None and self._first_index == 0:
+            self._timings.queue_ns = to_ns(self._prefill_asked_at - self._request.arrival) + timing.queue_ns
+            self._timings.prefill_ns = timing.prefill_ns
+        if self._writer is not None and self._writer.is_exported:
+            return self._let_go_of_writer(is_done=True)
+        return self._leave_gate()
+
+    def _on_decode(self, decode: WorkerId, event: Event, now: float) -> Instructions:
         match event:
-            case Reserved(attempt, kv_handle, num_cached_tokens):
-                # The answer to a Supersede that a commit overtook is void.
-                if attempt == self._recovery.attempt and attempt != self._granted and not self._is_committed:
-                    self._granted, self._kv_handle = attempt, kv_handle
-                    self._num_cached_tokens = num_cached_tokens
-                    self._output.note_cached(num_cached_tokens)
-                    self._start_prefill()
-            case Committed(attempt, transfer):
-                if attempt == self._granted:
-                    self._is_committed = True
-                    if self._decode is not None:
-                        self._decode.keep_reservation(self._id, is_kept=False)
-                    self._timings.transfer_ns, self._timings.transfer_bytes = transfer.total_ns, transfer.num_bytes
-                    self._timings.transfer_exposed_ns = self._timings.transfer_exposed_ns or transfer.exposed_ns
-                    self._timings.transport = transfer.transport
-                    if self._prefill is None and not self._has_first_token:
-                        # The prefill worker was lost, but its hand-off had won. Only its first token is missing, and
-                        # nobody else can tell it.
-                        self._restart(WorkerUnavailable("the first token was lost with its prefill worker"))
+            case Reserved(attempt) if attempt == self._recovery.attempt and self.state in _ASKED:
+                return self._on_reserved(event, now)
+            case Committed(attempt) if attempt == self._granted:
+                return self._on_committed(event)
             case Failed(attempt, error):
                 # An error that answers a Supersede is void once the commit is known; 0 stands for any attempt.
-                is_late = self._is_committed and attempt != self._granted
-                if attempt in (0, self._granted, self._recovery.attempt) and not is_late:
-                    self._decode_failed(error, is_gone=False)
+                others = () if self.state in _TAKEN_OVER else (0, self._recovery.attempt)
+                return self._ask(Trouble(decode, error)) if attempt in (self._granted, *others) else ()
             case SessionLost(error):
-                self._decode_failed(error, is_gone=True)
-            case Stalled(error):
-                # It may come back: worth leaving only for another one.
-                if self._recovery.has_attempts_left and self._has_decode_besides():
-                    self._decode_failed(error, is_gone=False)
+                return self._ask(Trouble(decode, error, is_gone=True))
+            case Stalled(error) if self._recovery.has_attempts_left:
+                return self._ask(Trouble(decode, error, may_pass=True))
             case _:
-                pass
+                return ()
 
-    def _handle_prefill(self, event: Event) -> None:
-        match event:
-            case Exported(attempt, transfer):
-                if attempt == self._granted:
-                    self._is_exported = True
-                    # Prefill knows best when its compute ended.
-                    self._timings.transfer_exposed_ns = transfer.exposed_ns or self._timings.transfer_exposed_ns
-                    if self._has_first_token:
-                        self._release_prefill(is_done=True)
-            case Failed(attempt, error):
-                if attempt == self._granted:
-                    self._prefill_failed(error)
-            case SessionLost(error) | Stalled(error):
-                self._prefill_failed(error)
-            case _:
-                pass
-
-    # --- commands -----------------------------------------------------------------------------------------------------
-
-    def _start_prefill(self) -> None:
+    def _on_reserved(self, granted: Reserved, now: float) -> Instructions:
         """Have the prompt computed: by a prefill worker if that is worth it and there is one, else by decode itself."""
-        if self._decode is None or self._granted is None:
-            return
-        request = replace(self._engine_request, is_suspect=self._recovery.is_suspect)
+        self._grant = granted
+        self._output.note_cached(granted.num_cached_tokens)
+        self._engine_request = replace(self._engine_request, is_suspect=self._recovery.is_suspect)
+        self._prefill_asked_at = now
+        num_uncached_tokens = len(self._engine_request.token_ids) - granted.num_cached_tokens
+        if num_uncached_tokens <= self._local_prefill_max_tokens:
+            return self._prefill_locally()
+        self.state = AttemptState.GRANTED
+        return (PlacePrefill(self._engine_request, num_uncached_tokens, frozenset(self._recovery.failed_prefill)),)
+
+    def _on_committed(self, committed: Committed) -> Instructions:
+        transfer = committed.transfer
+        self._timings.transfer_ns, self._timings.transfer_bytes = transfer.total_ns, transfer.num_bytes
+        self._timings.transfer_exposed_ns = self._timings.transfer_exposed_ns or transfer.exposed_ns
+        self._timings.transport = transfer.transport
+        taken_over = self._taken_over()
+        if self._writer is None and not self._has_first_token():
+            # The prefill worker was lost, but its hand-off had won. Only its first token is missing, and nobody else
+            # can tell it.
+            state = AttemptState.LOST if self._recovery.has_attempts_left else AttemptState.FAILED
+            error = WorkerUnavailable("the first token was lost with its prefill worker")
+            return (*taken_over, *self._leave(state, error))
+        return taken_over
+
+    def _taken_over(self) -> Instructions:
+        if self._decode is None or self.state not in (AttemptState.PREFILLING, AttemptState.SUPERSEDING):
+            return ()
+        self.state = AttemptState.COMMITTED
+        return (KeepReservation(self._decode, is_kept=False),)
+
+    def _on_prefill(self, writer: _Writer, event: Event) -> Instructions:
+        match event:
+            case Exported(attempt, transfer) if attempt == self._granted:
+                # Prefill knows best when its compute ended.
+                self._timings.transfer_exposed_ns = transfer.exposed_ns or self._timings.transfer_exposed_ns
+                self._writer = replace(writer, is_exported=True)
+                taken_over = self._taken_over()
+                return (*taken_over, *self._let_go_of_writer(is_done=True)) if self._has_first_token() else taken_over
+            case Failed(attempt, error) if attempt == self._granted:
+                return self._prefill_failed(writer, error)
+            case SessionLost(error) | Stalled(error):
+                return self._prefill_failed(writer, error)
+            case _:
+                return ()
+
+    # --- getting to the first token -----------------------------------------------------------------------------------
+
+    def _place_decode(self) -> Instructions:
+        self.state = AttemptState.PLACING
+        return (PlaceDecode(self._engine_request, frozenset(self._recovery.failed_decode)),)
+
+    def _on_placed(self, worker_id: WorkerId) -> Instructions:
         deadline = self._request.deadline
-        num_uncached_tokens = len(request.token_ids) - self._num_cached_tokens
-        self._prefill_sent_at = self._clock.now()
-        if num_uncached_tokens > self._local_prefill_max_tokens:
-            session = self._router.place_prefill(request, avoid=self._recovery.failed_prefill)
-            if session is not None:
-                session.attach(self._id, self._mailbox, num_uncached_tokens)
-                self._prefill = session
-                self._decode.keep_reservation(self._id, is_kept=True)
-                try:
-                    session.send(Prefill(request, self._granted, self._kv_handle, deadline, traceparent()))
-                except EngineError as error:
-                    self._prefill_failed(error)
-                return
-        self._on_prefill_over()
-        try:
-            self._decode.send(PrefillLocally(self._id))
-        except EngineError as error:
-            self._decode_failed(error, is_gone=False)
+        if self.state is AttemptState.PLACING:
+            self.state = AttemptState.RESERVING
+            self._decode = self.decode_worker = worker_id
+            return (Send(worker_id, Reserve(self._engine_request, self._recovery.attempt, deadline)),)
+        if self.state is AttemptState.GRANTED and self._decode is not None and self._grant is not None:
+            self.state = AttemptState.PREFILLING
+            self._writer = _Writer(worker_id)
+            prefill = Prefill(self._engine_request, self._grant.attempt, self._grant.kv_handle, deadline)
+            return (KeepReservation(self._decode, is_kept=True), Send(worker_id, prefill))
+        return (LetGo(worker_id, is_done=True),)  # nobody needs it any more
 
-    def _prefill_failed(self, error: EngineError) -> None:
-        if self._prefill is None or self._decode is None:
-            return
-        worker_id = self._prefill.info.worker_id
-        self._release_prefill(is_done=False)
-        remedy = self._recovery.after_prefill_failure(
-            error, worker_id, is_committed=self._is_committed, has_first_token=self._has_first_token
-        )
-        if remedy is Remedy.SUPERSEDE:
-            try:
-                self._decode.send(Supersede(self._id, self._recovery.next_attempt()))
-            except EngineError as send_error:
-                self._decode_failed(send_error, is_gone=False)
-        elif remedy is Remedy.RESTART:
-            self.is_restart_due = True
-        elif remedy is Remedy.GIVE_UP:
-            self.failure = error
-
-    def _decode_failed(self, error: EngineError, *, is_gone: bool) -> None:
+    def _prefill_locally(self) -> Instructions:
         if self._decode is None:
-            return
-        worker_id = self._decode.info.worker_id
-        has_alternative = self._has_decode_besides()
-        self._release_decode(is_done=is_gone)
-        remedy = self._recovery.after_decode_failure(
+            return ()
+        self.state = AttemptState.LOCAL
+        # It may have been kept for a prefill worker that failed.
+        keep = KeepReservation(self._decode, is_kept=False)
+        return (*self._leave_gate(), keep, Send(self._decode, PrefillLocally(self._id)))
+
+    # --- failures -----------------------------------------------------------------------------------------------------
+
+    def _prefill_failed(self, writer: _Writer, error: EngineError) -> Instructions:
+        remedy = self._recovery.after_prefill_failure(
             error,
-            worker_id,
-            has_alternative=has_alternative,
-            prefill_worker=None if self._prefill is None else self._prefill.info.worker_id,
+            writer.worker_id,
+            is_committed=self.state in _TAKEN_OVER,
+            has_first_token=self._has_first_token(),
         )
+        instructions = self._let_go_of_writer(is_done=False)
+        if remedy is Remedy.SUPERSEDE and self._decode is not None:
+            self.state = AttemptState.SUPERSEDING
+            return (*instructions, Send(self._decode, Supersede(self._id, self._recovery.next_attempt())))
         if remedy is Remedy.RESTART:
-            self.is_restart_due = True
-        else:
-            self.failure = error
+            return (*instructions, *self._leave(AttemptState.LOST, error))
+        if remedy is Remedy.GIVE_UP:
+            return (*instructions, *self._leave(AttemptState.FAILED, error))
+        return instructions
 
-    def _has_decode_besides(self) -> bool:
-        """Whether another decode worker, which has not failed the request, could take it now."""
-        others = set() if self._decode is None else {self._decode.info.worker_id}
-        return self._router.has_decode_besides(self._engine_request, self._recovery.failed_decode | others)
+    def _ask(self, trouble: Trouble) -> Instructions:
+        avoid = frozenset({*self._recovery.failed_decode, trouble.worker_id})
+        return (LookForOther(trouble, self._engine_request, avoid),)
 
-    def _restart(self, error: EngineError) -> None:
-        if self._recovery.has_attempts_left:
-            self.is_restart_due = True
-        else:
-            self.failure = error
+    def _on_trouble(self, trouble: Trouble, *, has_other: bool) -> Instructions:
+        if trouble.may_pass and not has_other:
+            return ()
+        remedy = self._recovery.after_decode_failure(
+            trouble.error,
+            trouble.worker_id,
+            has_alternative=has_other,
+            prefill_worker=None if self._writer is None else self._writer.worker_id,
+        )
+        instructions = self._let_go_of_decode(is_done=trouble.is_gone)
+        state = AttemptState.LOST if remedy is Remedy.RESTART else AttemptState.FAILED
+        return (*instructions, *self._leave(state, trouble.error))
 
-    def _release_prefill(self, *, is_done: bool) -> None:
-        session, self._prefill = self._prefill, None
-        if session is not None:
-            self._on_prefill_over()
-            if not is_done:
-                session.abort(self._id)
-            session.detach(self._id)
+    # --- letting go ---------------------------------------------------------------------------------------------------
 
-    def _release_decode(self, *, is_done: bool) -> None:
-        session, self._decode = self._decode, None
-        if session is not None:
-            if not is_done:
-                session.abort(self._id)
-            session.detach(self._id)
+    def _leave(self, state: AttemptState, error: EngineError | None = None) -> Instructions:
+        # After the commit prefill only waits to hear of it, and ends by itself.
+        is_prefill_done = self._has_first_token() and self.state in _TAKEN_OVER
+        instructions = (
+            *self._let_go_of_writer(is_done=is_prefill_done),
+            *self._let_go_of_decode(is_done=self.state is AttemptState.DECODED),
+            *self._leave_gate(),
+        )
+        self.state, self.error = state, error
+        return instructions
+
+    def _let_go_of_writer(self, *, is_done: bool) -> Instructions:
+        writer, self._writer = self._writer, None
+        return () if writer is None else (*self._leave_gate(), LetGo(writer.worker_id, is_done))
+
+    def _let_go_of_decode(self, *, is_done: bool) -> Instructions:
+        worker_id, self._decode = self._decode, None
+        return () if worker_id is None else (LetGo(worker_id, is_done),)
+
+    def _leave_gate(self) -> Instructions:
+        had_turn, self._has_turn = self._has_turn, False
+        return (LeaveGate(),) if had_turn else ()
+
+    @property
+    def _granted(self) -> int | None:
+        """The attempt number that the reservation is granted to."""
+        return None if self._grant is None else self._grant.attempt
+
+    def _has_first_token(self) -> bool:
+        """Whether the first token of this attempt has come, from whomever."""
+        return self._output.has_token(self._first_index)

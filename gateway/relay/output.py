@@ -1,7 +1,7 @@
 """From workers' outputs to what the client sees of one completion: ordered tokens, text, the cut, the counts.
 
 Owns what is cut and what is counted: a stop string ends tokens, logprobs, text and usage at the token that completes
-it. Pure; `relay.py` feeds it and sends what `take_chunk` returns.
+it. Pure; `attempt.py` feeds it, `completion.py` gives out what `take_chunk` returns.
 """
 
 from collections.abc import Collection
@@ -72,6 +72,10 @@ class CompletionOutput:
     def has_ended(self) -> bool:
         """Whether nothing more will be given out."""
         return self.ending is not None
+
+    def has_token(self, index: int) -> bool:
+        """Whether the token at `index` has come, given out or not."""
+        return self._sequencer.has_token(index)
 
     def add(self, output: SequenceOutput) -> None:
         """Take one output of the current attempt, in whatever order it comes.

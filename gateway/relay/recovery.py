@@ -1,6 +1,6 @@
 """What to do when a worker fails a request: nothing, another writer, another attempt, or give up.
 
-Pure decisions over one request's history; `relay.py` carries them out. Because sampling noise is keyed by (seed,
+Pure decisions over one request's history; `attempt.py` acts on them. Because sampling noise is keyed by (seed,
 position, token), another attempt goes on with the very tokens that would have come.
 """
 

@@ -78,3 +78,8 @@ class Completion:
     """None: no prompt was computed."""
     decode_worker: WorkerId | None = None
     num_attempts: int = 1
+
+
+def to_ns(seconds: float) -> int:
+    """Return a span of clock seconds as timings have it."""
+    return max(0, int(seconds * 1e9))

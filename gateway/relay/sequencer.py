@@ -59,6 +59,10 @@ class OutputSequencer:
         if output.finish_reason is not None and self._end is None:
             self._end = _End(end, output.finish_reason, output.matched_stop_token_id)
 
+    def has_token(self, index: int) -> bool:
+        """Whether the token at `index` was pushed, taken or not."""
+        return index < self.num_taken or index in self._waiting
+
     def take(self) -> list[OrderedToken]:
         """Return the tokens that follow in order, none when the next one is still missing."""
         taken: list[OrderedToken] = []

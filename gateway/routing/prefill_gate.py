@@ -2,7 +2,7 @@
 
 A prompt that waits at a prefill worker already holds its blocks on decode, and they sit idle for the whole queue. So
 only what keeps the tier busy for a moment is sent; the rest waits here and holds nothing. Ordered by priority, then
-deadline, then arrival. Used by `gateway/relay/relay.py` before each reservation; knows no request and no worker.
+deadline, then arrival. Used by `gateway/relay/driver.py` before each reservation; knows no request and no worker.
 """
 
 import asyncio

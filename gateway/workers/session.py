@@ -2,7 +2,7 @@
 
 Owns the stream's life (connect, greeting, reconnect with back-off), the order of what is sent, and which request an
 event belongs to. When the stream ends, for whatever reason, every request on it is told `SessionLost`; one request's
-error never ends the stream. Decides nothing about requests; that is `gateway/relay/relay.py`. No client interceptors
+error never ends the stream. Decides nothing about requests; that is `gateway/relay/attempt.py`. No client interceptors
 here: they leak on long streams (grpc issue 25449).
 """
 

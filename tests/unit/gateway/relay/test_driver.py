@@ -1,4 +1,4 @@
-"""One attempt's commands and events, in the orders that only races bring about."""
+"""What workers are sent when events come in the orders that only races bring about: machine, driver and sessions."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,20 +6,23 @@ from typing import Any
 import pytest
 
 from engine.types import PrefillTiming, RequestId, SequenceOutput, WorkerId
-from engine.worker_types import TransferStats, WorkerRole
-from gateway.relay.attempt import Attempt
+from gateway.relay.completion import CompletionMachine, CompletionState
+from gateway.relay.driver import CompletionDriver
+from gateway.relay.instructions import Fail, Finish, FromWorker, Ready, Started
 from gateway.relay.output import CompletionOutput
-from gateway.relay.recovery import Recovery
 from gateway.relay.request import CompletionRequest
-from gateway.relay.response import Timings
+from gateway.relay.response import Completion
+from gateway.routing.prefill_gate import PrefillGate
 from gateway.routing.router import AffinityLimits, Router
 from gateway.workers.mailbox import Mailbox
-from gateway.workers.messages import SessionLost, Stalled
-from kvrelay.errors import LeaseUnknown, StepFailed, WorkerUnavailable
+from gateway.workers.messages import AbortRequested, Event, SessionLost, Stalled
+from kvrelay.wire.engine.events import Committed, Exported, Failed, Output, Reserved
+from engine.worker_types import TransferStats
+from engine.worker_types import WorkerRole
+from kvrelay.errors import EngineError, LeaseUnknown, StepFailed, WorkerUnavailable
 from kvrelay.v1 import decode_service_pb2 as decode_pb2
 from kvrelay.v1 import handoff_pb2, session_pb2
 from kvrelay.values import FinishReason
-from kvrelay.wire.engine.events import Committed, Exported, Failed, Output, Reserved
 from tests.unit.gateway.builders import OfflinePool, make_request, sent
 
 D, P, Q = WorkerId("d"), WorkerId("p"), WorkerId("q")
@@ -44,46 +47,77 @@ class NoText:
 
 
 class Bench:
-    """An attempt that has reserved on `d`, with prefill workers `p` and `q`."""
+    """A completion that has been placed on `d`, with prefill workers `p` and `q`."""
 
     def __init__(self, max_attempts: int = 3, prefills: tuple[WorkerId, ...] = (P, Q)) -> None:
         self.pool = OfflinePool()
         self.decode = self.pool.add(D)
         self.prefills = {name: self.pool.add(name, WorkerRole.PREFILL) for name in prefills}
-        request = make_request(max_tokens=5)
+        engine_request = make_request(max_tokens=5)
         self.output = CompletionOutput(
-            request.sampling_params, prompt_tokens=40, text=NoText(), special_token_ids=frozenset()
+            engine_request.sampling_params, prompt_tokens=40, text=NoText(), special_token_ids=frozenset()
         )
-        self.timings = Timings()
-        self.num_left = 0
-        self.recovery = Recovery(max_attempts)
-        self.attempt = Attempt(
-            CompletionRequest(request, arrival=self.pool.clock.now()),
-            self.output,
-            self.timings,
-            self.recovery,
+        request = CompletionRequest(engine_request, arrival=self.pool.clock.now())
+        self.machine = CompletionMachine(request, self.output, max_attempts=max_attempts, local_prefill_max_tokens=16)
+        self.gate = PrefillGate(1_000, lambda: 1)
+        self.mailbox = Mailbox()
+        self.driver = CompletionDriver(
+            self.machine,
+            request,
             router=Router(self.pool, AffinityLimits(capacity=0)),
-            mailbox=Mailbox(),
-            on_prefill_over=self._left,
-            local_prefill_max_tokens=16,
+            gate=self.gate,
+            mailbox=self.mailbox,
             clock=self.pool.clock,
         )
-        self.attempt.reserve(request)
+        self.driver.tell(Started())
+        self.driver.tell(Ready())
 
-    def _left(self) -> None:
-        self.num_left += 1
+    def tell(self, source: WorkerId, event: Event) -> None:
+        self.driver.tell(FromWorker(source, event))
 
     def reserved(self, attempt: int = 1, num_cached_tokens: int = 0) -> None:
-        self.attempt.handle(D, Reserved(attempt, HANDLE, num_cached_tokens))
+        self.tell(D, Reserved(attempt, HANDLE, num_cached_tokens))
 
     def token(self, source: WorkerId, index: int, attempt: int = 1, finish: FinishReason | None = None) -> None:
         timing = PrefillTiming(3, 4) if index == 0 else None
         output = SequenceOutput(RequestId(1), index, (index,), finish_reason=finish, prefill_timing=timing)
-        self.attempt.handle(source, Output(attempt, output))
-        self.output.take_chunk()
+        self.tell(source, Output(attempt, output))
 
     def lose(self, source: WorkerId) -> None:
-        self.attempt.handle(source, SessionLost(WorkerUnavailable("gone")))
+        self.tell(source, SessionLost(WorkerUnavailable("gone")))
+
+    def given_out(self) -> list[int]:
+        """Let the client take what there is, and return all that it has got."""
+        self.driver.next_chunk()
+        return self.output.token_ids
+
+    @property
+    def is_restart_due(self) -> bool:
+        return self.machine.state is CompletionState.RESTARTING
+
+    @property
+    def is_going_on(self) -> bool:
+        return self.machine.state is CompletionState.RUNNING
+
+    def failure(self) -> EngineError:
+        """Return the error that it fails with, now that the client has got what came before."""
+        self.driver.next_chunk()
+        assert isinstance(self.driver.outcome, Fail)
+        return self.driver.outcome.error
+
+    def end(self) -> None:
+        """End it as a client does that has enough of it."""
+        self.driver.tell(AbortRequested())
+
+    def completion(self) -> Completion:
+        """End it, unless it has ended, and return what it came to."""
+        while self.driver.next_chunk() is not None:
+            pass
+        self.end()
+        while self.driver.next_chunk() is not None:
+            pass
+        assert isinstance(self.driver.outcome, Finish)
+        return self.driver.outcome.completion
 
 
 def kinds(messages: list[Any]) -> list[type]:
@@ -103,7 +137,7 @@ def test_reserve_then_prefill_with_the_handle_as_it_came() -> None:
 def test_hidden_fields_of_a_handle_survive_the_relay() -> None:
     bench = Bench()
     newer = HANDLE + b"\xa2\x06\x03new"
-    bench.attempt.handle(D, Reserved(1, newer, 0))
+    bench.tell(D, Reserved(1, newer, 0))
     (prefill,) = sent(bench.prefills[P])
     assert prefill.kv_handle.SerializeToString() == newer
 
@@ -127,26 +161,26 @@ def test_lost_prefill_supersedes_and_the_next_writer_gets_the_new_handle() -> No
     # What the old writer still says is void once the new epoch is granted.
     bench.reserved(attempt=2)
     bench.token(P, 0, attempt=1)
-    assert bench.output.token_ids == []
+    assert bench.given_out() == []
     (prefill,) = sent(bench.prefills[Q])
     assert prefill.request.attempt == 2
     bench.token(Q, 0, attempt=2)
     bench.token(D, 1, attempt=2)
-    assert bench.output.token_ids == [0, 1]
-    assert bench.attempt.prefill_worker == Q
+    assert bench.given_out() == [0, 1]
+    assert bench.completion().prefill_worker == Q
 
 
 def test_commit_that_overtakes_a_supersede_wins() -> None:
     bench = Bench()
     bench.reserved()
     bench.token(P, 0)
-    bench.attempt.handle(P, Failed(1, WorkerUnavailable("late")))
-    bench.attempt.handle(D, Committed(1, STATS))
-    bench.attempt.handle(D, Failed(2, LeaseUnknown("committed already")))
+    bench.tell(P, Failed(1, WorkerUnavailable("late")))
+    bench.tell(D, Committed(1, STATS))
+    bench.tell(D, Failed(2, LeaseUnknown("committed already")))
     bench.reserved(attempt=2)
-    assert not bench.attempt.is_over
+    assert bench.is_going_on
     bench.token(D, 1)
-    assert bench.output.token_ids == [0, 1]
+    assert bench.given_out() == [0, 1]
     assert not sent(bench.prefills[Q])
 
 
@@ -154,9 +188,8 @@ def test_commit_that_overtakes_a_supersede_without_its_first_token_restarts() ->
     bench = Bench()
     bench.reserved()
     bench.lose(P)
-    bench.attempt.handle(D, Committed(1, STATS))
-    assert bench.attempt.is_restart_due
-    bench.attempt.let_go()
+    bench.tell(D, Committed(1, STATS))
+    assert bench.is_restart_due
     assert sent(bench.decode)[0] == session_pb2.AbortCommand(request_ids=[1])
     assert bench.decode.num_requests == 0
 
@@ -164,17 +197,17 @@ def test_commit_that_overtakes_a_supersede_without_its_first_token_restarts() ->
 def test_lost_first_token_without_attempts_left_is_an_error() -> None:
     bench = Bench(max_attempts=1)
     bench.reserved()
-    bench.attempt.handle(D, Committed(1, STATS))
+    bench.tell(D, Committed(1, STATS))
     bench.lose(P)
-    assert isinstance(bench.attempt.failure, WorkerUnavailable)
+    assert isinstance(bench.failure(), WorkerUnavailable)
 
 
 def test_supersede_that_fails_is_a_failure_of_decode() -> None:
     bench = Bench()
     bench.reserved()
     bench.lose(P)
-    bench.attempt.handle(D, Failed(2, LeaseUnknown("expired")))
-    assert bench.attempt.is_restart_due
+    bench.tell(D, Failed(2, LeaseUnknown("expired")))
+    assert bench.is_restart_due
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
@@ -182,9 +215,8 @@ def test_error_of_decode_restarts_and_lets_prefill_go(attempt: int) -> None:
     bench = Bench()
     bench.reserved()
     sent(bench.prefills[P])
-    bench.attempt.handle(D, Failed(attempt, LeaseUnknown("expired")))
-    assert bench.attempt.is_restart_due
-    bench.attempt.let_go()
+    bench.tell(D, Failed(attempt, LeaseUnknown("expired")))
+    assert bench.is_restart_due
     assert kinds(sent(bench.prefills[P])) == [session_pb2.AbortCommand]
     assert bench.decode.num_requests == bench.prefills[P].num_requests == 0
 
@@ -194,9 +226,9 @@ def test_error_of_an_older_attempt_is_void() -> None:
     bench.reserved()
     bench.lose(P)
     bench.reserved(attempt=2)
-    bench.attempt.handle(Q, Failed(1, WorkerUnavailable("old")))
-    bench.attempt.handle(D, Failed(1, WorkerUnavailable("old")))
-    assert not bench.attempt.is_over
+    bench.tell(Q, Failed(1, WorkerUnavailable("old")))
+    bench.tell(D, Failed(1, WorkerUnavailable("old")))
+    assert bench.is_going_on
 
 
 def test_tokens_that_came_before_their_worker_was_lost_count() -> None:
@@ -204,8 +236,8 @@ def test_tokens_that_came_before_their_worker_was_lost_count() -> None:
     bench.reserved()
     bench.lose(D)
     bench.token(P, 0)
-    assert bench.attempt.is_restart_due
-    assert bench.output.token_ids == [0]
+    assert bench.is_restart_due
+    assert bench.given_out() == [0]
 
 
 def test_worker_that_gives_up_by_itself_has_failed() -> None:
@@ -213,15 +245,16 @@ def test_worker_that_gives_up_by_itself_has_failed() -> None:
     bench.reserved()
     bench.token(P, 0)
     bench.token(D, 1, finish=FinishReason.ABORT)
-    assert bench.attempt.is_restart_due
-    assert bench.output.token_ids == [0]
+    assert bench.is_restart_due
+    assert bench.given_out() == [0]
 
 
 def test_broken_output_ends_the_request_only() -> None:
     bench = Bench()
     bench.reserved()
     bench.token(P, 9)
-    assert bench.attempt.failure is not None
+    assert bench.decode.num_requests == bench.prefills[P].num_requests == 0
+    assert type(bench.failure()) is EngineError
 
 
 @pytest.mark.parametrize("is_exported_first", [False, True])
@@ -232,7 +265,7 @@ def test_prefill_is_released_after_export_and_first_token(is_exported_first: boo
     for is_export in (is_exported_first, not is_exported_first):
         assert bench.prefills[P].num_requests == 1
         if is_export:
-            bench.attempt.handle(P, Exported(1, STATS))
+            bench.tell(P, Exported(1, STATS))
         else:
             bench.token(P, 0)
     assert bench.prefills[P].num_requests == 0
@@ -244,10 +277,10 @@ def test_finished_request_is_not_aborted_at_decode() -> None:
     bench = Bench()
     bench.reserved()
     bench.token(P, 0)
-    bench.attempt.handle(P, Exported(1, STATS))
+    bench.tell(P, Exported(1, STATS))
     bench.token(D, 1, finish=FinishReason.STOP)
     sent(bench.decode)
-    bench.attempt.let_go()
+    assert bench.completion().ending.finish_reason is FinishReason.STOP
     assert sent(bench.decode) == []
     assert bench.decode.num_requests == 0
 
@@ -257,9 +290,9 @@ def test_request_that_ends_on_prefills_token_is_aborted_at_decode() -> None:
     bench.reserved()
     bench.token(P, 0, finish=FinishReason.LENGTH)
     sent(bench.decode)
-    bench.attempt.let_go()
+    assert bench.given_out() == [0]
     assert kinds(sent(bench.decode)) == [session_pb2.AbortCommand]
-    bench.attempt.let_go()
+    assert bench.completion().ending.finish_reason is FinishReason.LENGTH
     assert sent(bench.decode) == []
 
 
@@ -268,10 +301,11 @@ def test_timings_add_the_gateways_wait_to_the_workers() -> None:
     bench.pool.clock.time += 2.0
     bench.reserved()
     bench.token(P, 0)
-    bench.attempt.handle(D, Committed(1, STATS))
-    assert bench.timings.queue_ns == 2_000_000_003
-    assert bench.timings.prefill_ns == 4
-    assert (bench.timings.transfer_ns, bench.timings.transfer_bytes, bench.timings.transport) == (5, 10, "shm")
+    bench.tell(D, Committed(1, STATS))
+    timings = bench.completion().timings
+    assert timings.queue_ns == 2_000_000_003
+    assert timings.prefill_ns == 4
+    assert (timings.transfer_ns, timings.transfer_bytes, timings.transport) == (5, 10, "shm")
 
 
 def test_reservation_is_kept_while_its_prefill_waits() -> None:
@@ -283,7 +317,7 @@ def test_reservation_is_kept_while_its_prefill_waits() -> None:
     bench.lose(P)
     bench.reserved(attempt=2)
     assert bench.decode._awaiting_prefill == {RequestId(1)}
-    bench.attempt.handle(D, Committed(2, STATS))
+    bench.tell(D, Committed(2, STATS))
     assert not bench.decode._awaiting_prefill
     cached = Bench()
     cached.reserved(num_cached_tokens=39)
@@ -293,16 +327,16 @@ def test_reservation_is_kept_while_its_prefill_waits() -> None:
 @pytest.mark.parametrize("is_over_by", ["token", "loss", "end", "local"])
 def test_gate_is_left_once_the_prefill_is_over(is_over_by: str) -> None:
     bench = Bench()
-    assert bench.num_left == 0
+    assert (bench.gate.num_prompts, bench.gate.num_tokens) == (1, 40)
     bench.reserved(num_cached_tokens=39 if is_over_by == "local" else 0)
-    assert bench.num_left == (is_over_by == "local")
+    assert bench.gate.num_prompts == (is_over_by != "local")
     if is_over_by == "token":
         bench.token(P, 0)
     elif is_over_by == "loss":
         bench.lose(P)
     elif is_over_by == "end":
-        bench.attempt.let_go()
-    assert bench.num_left >= 1
+        bench.end()
+    assert (bench.gate.num_prompts, bench.gate.num_tokens) == (0, 0)
 
 
 def test_hung_prefill_worker_is_left_for_another_writer() -> None:
@@ -310,7 +344,7 @@ def test_hung_prefill_worker_is_left_for_another_writer() -> None:
     bench.reserved()
     sent(bench.decode)
     sent(bench.prefills[P])
-    bench.attempt.handle(P, Stalled(WorkerUnavailable("hangs")))
+    bench.tell(P, Stalled(WorkerUnavailable("hangs")))
     # It may come back: it is told that it need not go on.
     assert kinds(sent(bench.prefills[P])) == [session_pb2.AbortCommand]
     assert kinds(sent(bench.decode)) == [decode_pb2.SupersedeCommand]
@@ -325,32 +359,32 @@ def test_hung_decode_worker_is_left_only_for_another_one(has_other: bool) -> Non
         bench.pool.add("other")
     bench.reserved()
     bench.token(P, 0)
-    bench.attempt.handle(D, Committed(1, STATS))
+    bench.tell(D, Committed(1, STATS))
     sent(bench.decode)
     for _ in range(3):
-        bench.attempt.handle(D, Stalled(WorkerUnavailable("hangs")))
-    assert bench.attempt.is_restart_due is has_other
-    assert bench.attempt.failure is None
+        bench.tell(D, Stalled(WorkerUnavailable("hangs")))
+    assert bench.is_restart_due is has_other
+    assert bench.machine.state is not CompletionState.FAILING
     assert kinds(sent(bench.decode)) == ([session_pb2.AbortCommand] if has_other else [])
     if not has_other:
         # It moves again, and the request with it.
         bench.token(D, 1)
-        assert bench.output.token_ids == [0, 1]
+        assert bench.given_out() == [0, 1]
 
 
 def test_hung_decode_worker_costs_no_request_its_last_attempt() -> None:
     bench = Bench(max_attempts=1)
     bench.pool.add("other")
     bench.reserved()
-    bench.attempt.handle(D, Stalled(WorkerUnavailable("hangs")))
-    assert not bench.attempt.is_over
+    bench.tell(D, Stalled(WorkerUnavailable("hangs")))
+    assert bench.is_going_on
 
 
 def test_request_of_a_second_broken_step_fails_with_its_reason() -> None:
     bench = Bench(max_attempts=9)
     bench.reserved()
-    bench.attempt.handle(P, Failed(1, StepFailed("a step failed")))
+    bench.tell(P, Failed(1, StepFailed("a step failed")))
     assert kinds(sent(bench.decode))[-1] is decode_pb2.SupersedeCommand
     bench.reserved(attempt=2)
-    bench.attempt.handle(Q, Failed(2, StepFailed("a step failed")))
-    assert isinstance(bench.attempt.failure, StepFailed)
+    bench.tell(Q, Failed(2, StepFailed("a step failed")))
+    assert isinstance(bench.failure(), StepFailed)
