@@ -140,8 +140,8 @@ class Attempt:
     def handle(self, event: AttemptEvent, now: float) -> Instructions:
         """Take one event, at clock second `now`, and return what is to be done, in order."""
         match event:
-            case FromWorker(worker_id, said):
-                return self._on_worker(worker_id, said, now)
+            case FromWorker():
+                return self._on_worker(event.worker_id, event.event, now)
             case Ready() if self.state is AttemptState.WAITING:
                 return self._place_decode()
             case Placed(worker_id):
@@ -175,12 +175,12 @@ class Attempt:
 
     def _on_output(self, worker_id: WorkerId, event: Output, now: float) -> Instructions:
         output = event.output
-        if event.attempt != self._granted:
-            return ()
         if output.finish_reason is FinishReason.ABORT:
             # Nobody here asked for it: the worker gave the request up.
             error = WorkerUnavailable(f"worker {worker_id} ended the request itself")
             return self._on_worker(worker_id, Failed(event.attempt, error), now)
+        if event.attempt != self._granted:
+            return ()
         self._output.note_cached(output.num_cached_tokens)
         try:
             self._output.add(output)
@@ -324,7 +324,7 @@ class Attempt:
             has_alternative=has_other,
             prefill_worker=None if self._writer is None else self._writer.worker_id,
         )
-        instructions = self._let_go_of_decode(is_done=trouble.is_gone)
+        instructions = self._let_go_of_decode(is_gone=trouble.is_gone)
         state = AttemptState.LOST if remedy is Remedy.RESTART else AttemptState.FAILED
         return (*instructions, *self._leave(state, trouble.error))
 
@@ -335,7 +335,7 @@ class Attempt:
         is_prefill_done = self._has_first_token() and self.state in _TAKEN_OVER
         instructions = (
             *self._let_go_of_writer(is_done=is_prefill_done),
-            *self._let_go_of_decode(is_done=self.state is AttemptState.DECODED),
+            *self._let_go_of_decode(),
             *self._leave_gate(),
         )
         self.state, self.error = state, error
@@ -345,8 +345,9 @@ class Attempt:
         writer, self._writer = self._writer, None
         return () if writer is None else (*self._leave_gate(), LetGo(writer.worker_id, is_done))
 
-    def _let_go_of_decode(self, *, is_done: bool) -> Instructions:
+    def _let_go_of_decode(self, *, is_gone: bool = False) -> Instructions:
         worker_id, self._decode = self._decode, None
+        is_done = is_gone or self.state is AttemptState.DECODED
         return () if worker_id is None else (LetGo(worker_id, is_done),)
 
     def _leave_gate(self) -> Instructions:

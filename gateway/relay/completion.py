@@ -75,6 +75,7 @@ class CompletionMachine:
         self._attempt: Attempt | None = None
         """None: none was begun."""
         self._prefill_worker: WorkerId | None = None
+        """Who sampled the first token, if an earlier attempt got it."""
         self._error: EngineError | None = None
         """Why it is FAILING."""
         self.state = CompletionState.NEW
@@ -107,8 +108,8 @@ class CompletionMachine:
     def handle(self, event: AttemptEvent, now: float) -> Instructions:
         """Take one event, at clock second `now`, and return what is to be done, in order."""
         match event:
-            case FromWorker() if self.state in _OUTCOME_KNOWN:
-                return ()
+            case FromWorker():
+                return () if self.state in _OUTCOME_KNOWN else self._on_attempt(event, now)
             case ClientReady():
                 return self._on_client_ready(now)
             case Started() if self.state is CompletionState.NEW:
@@ -126,6 +127,7 @@ class CompletionMachine:
 
     def _begin(self) -> Instructions:
         self.state = CompletionState.RUNNING
+        self._prefill_worker = self._first_prefill_worker()
         self._attempt = Attempt(
             self._request,
             self._output,
@@ -139,13 +141,10 @@ class CompletionMachine:
         if self._attempt is None:
             return ()
         instructions = self._attempt.handle(event, now)
-        self._prefill_worker = self._prefill_worker or self._attempt.prefill_worker
-        if self.state in (CompletionState.RUNNING, CompletionState.RESTARTING):
-            if self._attempt.state is AttemptState.LOST:
-                self.state = CompletionState.RESTARTING
-            elif self._attempt.state is AttemptState.FAILED:
-                self.state = CompletionState.FAILING
-                self._error = self._attempt.error
+        if self.state is CompletionState.RUNNING and self._attempt.state is AttemptState.LOST:
+            self.state = CompletionState.RESTARTING
+        if self._attempt.state is AttemptState.FAILED and self._attempt.error is not None:
+            return (*instructions, *self._fail(self._attempt.error))
         return instructions
 
     # --- ends ---------------------------------------------------------------------------------------------------------
@@ -208,9 +207,13 @@ class CompletionMachine:
                 self._output.ending,
                 self._output.usage,
                 self._timings,
-                self._prefill_worker,
+                self._first_prefill_worker(),
                 None if self._attempt is None else self._attempt.decode_worker,
                 self.attempt,
             )
             return (Finish(completion),)
         return ()
+
+    def _first_prefill_worker(self) -> WorkerId | None:
+        """Who sampled the very first token; None until it came."""
+        return self._prefill_worker or (None if self._attempt is None else self._attempt.prefill_worker)

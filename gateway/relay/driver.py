@@ -4,7 +4,6 @@ Owns the sessions that one completion is attached to, and its turn at the gate. 
 to wait for (a turn, a chunk for the client, the outcome) for `relay.py`. Decides nothing.
 """
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -74,12 +73,11 @@ class CompletionDriver:
 
     def tell(self, event: AttemptEvent) -> None:
         """Tell the machine of an event, and do what follows from it."""
-        events = deque([event])
-        while events:
-            for instruction in self._machine.handle(events.popleft(), self._clock.now()):
-                answer = self._carry_out(instruction)
-                if answer is not None:
-                    events.append(answer)
+        instructions = self._machine.handle(event, self._clock.now())
+        answers = [self._carry_out(instruction) for instruction in instructions]
+        for answer in answers:
+            if answer is not None:
+                self.tell(answer)
 
     def next_chunk(self) -> TokenChunk | None:
         """Return what the client is to get now; None: nothing, and what was due once it had everything is done."""

@@ -1,127 +1,18 @@
 """What workers are sent when events come in the orders that only races bring about: machine, driver and sessions."""
 
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
 
-from engine.types import PrefillTiming, RequestId, SequenceOutput, WorkerId
-from gateway.relay.completion import CompletionMachine, CompletionState
-from gateway.relay.driver import CompletionDriver
-from gateway.relay.instructions import Fail, Finish, FromWorker, Ready, Started
-from gateway.relay.output import CompletionOutput
-from gateway.relay.request import CompletionRequest
-from gateway.relay.response import Completion
-from gateway.routing.prefill_gate import PrefillGate
-from gateway.routing.router import AffinityLimits, Router
-from gateway.workers.mailbox import Mailbox
-from gateway.workers.messages import AbortRequested, Event, SessionLost, Stalled
-from kvrelay.wire.engine.events import Committed, Exported, Failed, Output, Reserved
-from engine.worker_types import TransferStats
-from engine.worker_types import WorkerRole
-from kvrelay.errors import EngineError, LeaseUnknown, StepFailed, WorkerUnavailable
+from engine.types import RequestId
+from gateway.relay.completion import CompletionState
+from kvrelay.wire.engine.events import Committed, Exported, Failed, Reserved
+from gateway.workers.messages import SessionLost, Stalled
+from kvrelay.errors import CapacityError, EngineError, LeaseUnknown, StepFailed, WorkerUnavailable
+from kvrelay.serving.telemetry import span, traceparent
 from kvrelay.v1 import decode_service_pb2 as decode_pb2
-from kvrelay.v1 import handoff_pb2, session_pb2
+from kvrelay.v1 import session_pb2
 from kvrelay.values import FinishReason
-from tests.unit.gateway.builders import OfflinePool, make_request, sent
-
-D, P, Q = WorkerId("d"), WorkerId("p"), WorkerId("q")
-STATS = TransferStats(num_bytes=10, num_frames=1, total_ns=5, exposed_ns=2, transport="shm")
-HANDLE = handoff_pb2.KvHandle(lease_id=7, epoch=1, ticket=b"secret", worker_id="d").SerializeToString()
-
-
-@dataclass
-class Delta:
-    text: str = ""
-    matched_stop: str | None = None
-
-
-class NoText:
-    matched_stop: str | None = None
-
-    def push(self, token_id: int) -> Delta:
-        return Delta()
-
-    def flush(self) -> str:
-        return ""
-
-
-class Bench:
-    """A completion that has been placed on `d`, with prefill workers `p` and `q`."""
-
-    def __init__(self, max_attempts: int = 3, prefills: tuple[WorkerId, ...] = (P, Q)) -> None:
-        self.pool = OfflinePool()
-        self.decode = self.pool.add(D)
-        self.prefills = {name: self.pool.add(name, WorkerRole.PREFILL) for name in prefills}
-        engine_request = make_request(max_tokens=5)
-        self.output = CompletionOutput(
-            engine_request.sampling_params, prompt_tokens=40, text=NoText(), special_token_ids=frozenset()
-        )
-        request = CompletionRequest(engine_request, arrival=self.pool.clock.now())
-        self.machine = CompletionMachine(request, self.output, max_attempts=max_attempts, local_prefill_max_tokens=16)
-        self.gate = PrefillGate(1_000, lambda: 1)
-        self.mailbox = Mailbox()
-        self.driver = CompletionDriver(
-            self.machine,
-            request,
-            router=Router(self.pool, AffinityLimits(capacity=0)),
-            gate=self.gate,
-            mailbox=self.mailbox,
-            clock=self.pool.clock,
-        )
-        self.driver.tell(Started())
-        self.driver.tell(Ready())
-
-    def tell(self, source: WorkerId, event: Event) -> None:
-        self.driver.tell(FromWorker(source, event))
-
-    def reserved(self, attempt: int = 1, num_cached_tokens: int = 0) -> None:
-        self.tell(D, Reserved(attempt, HANDLE, num_cached_tokens))
-
-    def token(self, source: WorkerId, index: int, attempt: int = 1, finish: FinishReason | None = None) -> None:
-        timing = PrefillTiming(3, 4) if index == 0 else None
-        output = SequenceOutput(RequestId(1), index, (index,), finish_reason=finish, prefill_timing=timing)
-        self.tell(source, Output(attempt, output))
-
-    def lose(self, source: WorkerId) -> None:
-        self.tell(source, SessionLost(WorkerUnavailable("gone")))
-
-    def given_out(self) -> list[int]:
-        """Let the client take what there is, and return all that it has got."""
-        self.driver.next_chunk()
-        return self.output.token_ids
-
-    @property
-    def is_restart_due(self) -> bool:
-        return self.machine.state is CompletionState.RESTARTING
-
-    @property
-    def is_going_on(self) -> bool:
-        return self.machine.state is CompletionState.RUNNING
-
-    def failure(self) -> EngineError:
-        """Return the error that it fails with, now that the client has got what came before."""
-        self.driver.next_chunk()
-        assert isinstance(self.driver.outcome, Fail)
-        return self.driver.outcome.error
-
-    def end(self) -> None:
-        """End it as a client does that has enough of it."""
-        self.driver.tell(AbortRequested())
-
-    def completion(self) -> Completion:
-        """End it, unless it has ended, and return what it came to."""
-        while self.driver.next_chunk() is not None:
-            pass
-        self.end()
-        while self.driver.next_chunk() is not None:
-            pass
-        assert isinstance(self.driver.outcome, Finish)
-        return self.driver.outcome.completion
-
-
-def kinds(messages: list[Any]) -> list[type]:
-    return [type(message) for message in messages]
+from tests.unit.gateway.builders import sent
+from tests.unit.gateway.relay.driver_bench import HANDLE, STATS, Bench, D, P, Q, fill, kinds
 
 
 def test_reserve_then_prefill_with_the_handle_as_it_came() -> None:
@@ -388,3 +279,38 @@ def test_request_of_a_second_broken_step_fails_with_its_reason() -> None:
     bench.reserved(attempt=2)
     bench.tell(Q, Failed(2, StepFailed("a step failed")))
     assert isinstance(bench.failure(), StepFailed)
+
+
+def test_prefill_worker_that_does_not_read_is_left_for_another_writer() -> None:
+    bench = Bench()
+    fill(bench.prefills[P])
+    bench.reserved()
+    assert kinds(sent(bench.decode))[-1] is decode_pb2.SupersedeCommand
+    assert bench.prefills[P].num_requests == 0
+    bench.reserved(attempt=2)
+    assert bench.prefills[Q].num_requests == 1
+
+
+def test_decode_worker_that_does_not_read_is_left() -> None:
+    bench = Bench(is_decode_full=True)
+    assert isinstance(bench.failure(), CapacityError)
+    assert bench.decode.num_requests == bench.decode.num_outstanding_tokens == 0
+    assert bench.gate.num_prompts == 0
+
+
+def test_commands_carry_the_trace() -> None:
+    with span("test"):
+        bench = Bench()
+        bench.reserved()
+        expected = traceparent()
+    (reserve,) = sent(bench.decode)
+    (prefill,) = sent(bench.prefills[P])
+    assert reserve.request.traceparent == prefill.request.traceparent == expected != ""
+
+
+def test_what_was_in_the_box_at_a_restart_is_forgotten() -> None:
+    bench = Bench()
+    bench.lose(D)
+    bench.mailbox.post(D, SessionLost(WorkerUnavailable("again")))
+    assert bench.driver.next_chunk() is None
+    assert bench.mailbox._deliveries == []
