@@ -57,6 +57,9 @@ def test_import_contracts_are_kept() -> None:
         ("kvrelay/text/roles.py", "import engine.types", "kvrelay.text and kvrelay.formats"),
         ("kvrelay/serving/health.py", "import kvrelay.text.roles", "kvrelay.serving knows neither"),
         ("gateway/workers/mailbox.py", "import gateway.workers.session", "No two modules or folders"),
+        ("gateway/relay/attempt.py", "import gateway.workers.session", "The gateway's state machines"),
+        ("gateway/relay/recovery.py", "import asyncio", "The gateway's state machines"),
+        ("gateway/relay/output.py", "import time", "The gateway's state machines"),
     ],
 )
 def test_planted_import_breaks_its_contract(module: str, line: str, contract: str, tmp_path: Path) -> None:
