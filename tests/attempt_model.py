@@ -36,25 +36,11 @@ from gateway.relay.instructions import (
 )
 from gateway.relay.output import CompletionOutput, TextDecoder
 from gateway.relay.request import CompletionRequest
-from gateway.workers.messages import (
-    AbortRequested,
-    Command,
-    Committed,
-    Event,
-    Exported,
-    Failed,
-    Interrupted,
-    Output,
-    Prefill,
-    PrefillLocally,
-    Reserve,
-    Reserved,
-    SessionLost,
-    Stalled,
-    Supersede,
-)
+from gateway.workers.messages import AbortRequested, Event, Interrupted, SessionLost, Stalled
 from kvrelay.errors import CapacityError, EngineError, LeaseExpired, StepFailed, WorkerUnavailable
 from kvrelay.values import FinishReason
+from kvrelay.wire.engine.commands import Command, Prefill, PrefillLocally, Reserve, Supersede
+from kvrelay.wire.engine.events import Committed, Exported, Failed, Output, Reserved
 from tests.attempt_workers import REQUEST_ID, Fleet, Worker
 
 NUM_PROMPT_TOKENS = 40

@@ -9,23 +9,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from engine.types import PrefillTiming, RequestId, SequenceOutput, WorkerId
-from gateway.workers.messages import (
-    Command,
-    Committed,
-    Event,
-    Exported,
-    Failed,
-    Output,
-    Prefill,
-    PrefillLocally,
-    Reserve,
-    Reserved,
-    SessionLost,
-    Supersede,
-    TransferStats,
-)
+from engine.worker_types import TransferStats
+from gateway.workers.messages import Event, SessionLost
 from kvrelay.errors import CapacityError, EngineError, LeaseUnknown, PeerUnavailable, StaleEpoch, WorkerUnavailable
 from kvrelay.values import FinishReason
+from kvrelay.wire.engine.commands import Command, Prefill, PrefillLocally, Reserve, Supersede
+from kvrelay.wire.engine.events import Committed, Exported, Failed, Output, Reserved
 
 REQUEST_ID = RequestId(1)
 STATS = TransferStats(num_bytes=10, num_frames=1, total_ns=5, exposed_ns=2, transport="shm")

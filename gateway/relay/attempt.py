@@ -39,11 +39,11 @@ from gateway.relay.output import CompletionOutput
 from gateway.relay.recovery import Recovery, Remedy
 from gateway.relay.request import CompletionRequest
 from gateway.relay.response import Timings, to_ns
-from kvrelay.wire.engine.events import Committed, Exported, Failed, Output, Reserved
 from gateway.workers.messages import Event, SessionLost, Stalled
-from kvrelay.wire.engine.commands import Prefill, PrefillLocally, Reserve, Supersede
 from kvrelay.errors import EngineError, WorkerUnavailable
 from kvrelay.values import FinishReason
+from kvrelay.wire.engine.commands import Prefill, PrefillLocally, Reserve, Supersede
+from kvrelay.wire.engine.events import Committed, Exported, Failed, Output, Reserved
 
 
 class AttemptState(StrEnum):

@@ -35,10 +35,10 @@ from gateway.relay.response import TokenChunk
 from gateway.routing.prefill_gate import PrefillGate, Turn
 from gateway.routing.router import Router
 from gateway.workers.mailbox import Mailbox
-from kvrelay.wire.engine.commands import Command, Prefill, Reserve
 from gateway.workers.session import WorkerSession
 from kvrelay.errors import EngineError, WorkerUnavailable
 from kvrelay.serving.telemetry import traceparent
+from kvrelay.wire.engine.commands import Prefill, RequestCommand, Reserve
 
 
 class CompletionDriver:
@@ -138,7 +138,7 @@ class CompletionDriver:
         self._sessions[session.info.worker_id] = session
         return Placed(session.info.worker_id)
 
-    def _send(self, worker_id: WorkerId, command: Command) -> SendFailed | None:
+    def _send(self, worker_id: WorkerId, command: RequestCommand) -> SendFailed | None:
         if isinstance(command, Reserve | Prefill):
             command = replace(command, traceparent=traceparent())
         try:

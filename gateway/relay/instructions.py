@@ -10,8 +10,8 @@ from typing import TypeAlias
 from engine.types import EngineRequest, WorkerId
 from gateway.relay.response import Completion, TokenChunk
 from gateway.workers.messages import AbortRequested, Event, Interrupted
-from kvrelay.wire.engine.commands import Command
 from kvrelay.errors import EngineError
+from kvrelay.wire.engine.commands import RequestCommand
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class Send:
     """Send a command, with the trace context; answer `SendFailed` if it does not leave."""
 
     worker_id: WorkerId
-    command: Command
+    command: RequestCommand
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import structlog
 
 from engine.clock import Clock
+from engine.worker_types import WorkerRole
 from gateway.relay.completion import CompletionMachine
 from gateway.relay.driver import CompletionDriver
 from gateway.relay.instructions import ClientLeft, DeadlinePassed, Fail, Finish, FromWorker, Ready, Started
@@ -30,7 +31,6 @@ from gateway.routing.router import Router
 from gateway.workers.mailbox import Mailbox
 from gateway.workers.messages import AbortRequested, Interrupted
 from gateway.workers.pool import WorkerPool
-from engine.worker_types import WorkerRole
 from kvrelay.errors import EngineError
 from kvrelay.serving.telemetry import span
 

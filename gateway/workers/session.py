@@ -26,7 +26,7 @@ from gateway.workers.messages import Event, SessionLost, Stalled
 from gateway.workers.stream import Message, WorkerStream, encode
 from kvrelay.channel import channel_options
 from kvrelay.errors import CapacityError, EngineError, WorkerUnavailable
-from kvrelay.wire.engine.commands import Abort, Prefill, PrefillLocally, Renew, Reserve, Supersede, UpdatePeers
+from kvrelay.wire.engine.commands import Abort, Prefill, Renew, RequestCommand, Reserve, UpdatePeers
 from kvrelay.wire.engine.events import Ending, ForRequest, Ready, Step
 from kvrelay.wire.status import from_rpc_error
 
@@ -158,7 +158,7 @@ class WorkerSession:
         else:
             self._awaiting_prefill.discard(request_id)
 
-    def send(self, command: Reserve | PrefillLocally | Supersede | Prefill) -> None:
+    def send(self, command: RequestCommand) -> None:
         """Queue a command; never waits.
 
         Raises:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.types import PrefillTiming
 from gateway.relay.instructions import ClientLeft, DeadlinePassed, Fail, Finish, FromWorker
 from gateway.relay.response import Completion
-from gateway.workers.messages import AbortRequested, Event, Interrupted, Output, Stalled
+from gateway.workers.messages import AbortRequested, Event, Interrupted, Stalled
 from kvrelay.errors import (
     CapacityError,
     ChecksumMismatch,
@@ -28,6 +28,7 @@ from kvrelay.errors import (
     WorkerUnavailable,
 )
 from kvrelay.values import FinishReason
+from kvrelay.wire.engine.events import Output
 from tests.attempt_model import NUM_PROMPT_TOKENS, World
 from tests.attempt_workers import Fleet, Worker, token_at
 

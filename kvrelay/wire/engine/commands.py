@@ -81,7 +81,9 @@ class UpdatePeers:
     peers: tuple[TransferPeer, ...]
 
 
-Command: TypeAlias = Reserve | PrefillLocally | Supersede | Prefill | Abort | Renew | UpdatePeers
+RequestCommand: TypeAlias = Reserve | PrefillLocally | Supersede | Prefill
+"""What is said about one request on its way to its tokens."""
+Command: TypeAlias = RequestCommand | Abort | Renew | UpdatePeers
 CommandMessage = TypeVar(
     "CommandMessage", decode_pb2.DecodeServiceSessionRequest, prefill_pb2.PrefillServiceSessionRequest
 )

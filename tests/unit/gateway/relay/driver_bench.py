@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.types import PrefillTiming, RequestId, SequenceOutput, WorkerId
+from engine.worker_types import TransferStats, WorkerRole
 from gateway.relay.completion import CompletionMachine, CompletionState
 from gateway.relay.driver import CompletionDriver
 from gateway.relay.instructions import Fail, Finish, FromWorker, Ready, Started
@@ -14,14 +15,12 @@ from gateway.routing.prefill_gate import PrefillGate
 from gateway.routing.router import AffinityLimits, Router
 from gateway.workers.mailbox import Mailbox
 from gateway.workers.messages import AbortRequested, Event, SessionLost
-from kvrelay.wire.engine.events import Output, Reserved
-from kvrelay.wire.engine.commands import Prefill, Reserve
-from engine.worker_types import TransferStats
-from engine.worker_types import WorkerRole
 from gateway.workers.session import WorkerSession
 from kvrelay.errors import EngineError, WorkerUnavailable
 from kvrelay.v1 import handoff_pb2
 from kvrelay.values import FinishReason
+from kvrelay.wire.engine.commands import Prefill, Reserve
+from kvrelay.wire.engine.events import Output, Reserved
 from tests.unit.gateway.builders import OfflinePool, make_request
 
 D, P, Q = WorkerId("d"), WorkerId("p"), WorkerId("q")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.types import RequestId, SequenceOutput, WorkerId
+from engine.worker_types import TransferStats
 from gateway.relay.completion import CompletionMachine
 from gateway.relay.instructions import (
     AttemptEvent,
@@ -21,11 +22,10 @@ from gateway.relay.instructions import (
 from gateway.relay.output import CompletionOutput
 from gateway.relay.request import CompletionRequest
 from gateway.workers.messages import Event, SessionLost
-from kvrelay.wire.engine.events import Output, Reserved
-from engine.worker_types import TransferStats
 from kvrelay.errors import (
     WorkerUnavailable,
 )
+from kvrelay.wire.engine.events import Output, Reserved
 from tests.unit.gateway.builders import make_request
 
 D, E, P, Q = WorkerId("d"), WorkerId("e"), WorkerId("p"), WorkerId("q")

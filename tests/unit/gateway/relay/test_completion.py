@@ -30,8 +30,6 @@ from gateway.relay.instructions import (
     Trouble,
 )
 from gateway.workers.messages import AbortRequested, Interrupted
-from kvrelay.wire.engine.events import Committed, Exported, Failed, Reserved
-from kvrelay.wire.engine.commands import Prefill, PrefillLocally, Reserve, Supersede
 from kvrelay.errors import (
     CapacityError,
     DeadlineExceeded,
@@ -42,6 +40,8 @@ from kvrelay.errors import (
     WorkerUnavailable,
 )
 from kvrelay.values import FinishReason
+from kvrelay.wire.engine.commands import Prefill, PrefillLocally, Reserve, Supersede
+from kvrelay.wire.engine.events import Committed, Exported, Failed, Reserved
 from tests.unit.gateway.relay.machine_bench import LOST, NOBODY, STATS, Bench, D, E, P, Q
 
 

@@ -4,13 +4,13 @@ import pytest
 
 from engine.types import RequestId
 from gateway.relay.completion import CompletionState
-from kvrelay.wire.engine.events import Committed, Exported, Failed, Reserved
 from gateway.workers.messages import SessionLost, Stalled
 from kvrelay.errors import CapacityError, EngineError, LeaseUnknown, StepFailed, WorkerUnavailable
 from kvrelay.serving.telemetry import span, traceparent
 from kvrelay.v1 import decode_service_pb2 as decode_pb2
 from kvrelay.v1 import session_pb2
 from kvrelay.values import FinishReason
+from kvrelay.wire.engine.events import Committed, Exported, Failed, Reserved
 from tests.unit.gateway.builders import sent
 from tests.unit.gateway.relay.driver_bench import HANDLE, STATS, Bench, D, P, Q, fill, kinds
 
