@@ -11,6 +11,8 @@ import structlog
 from engine.clock import Clock, SystemClock
 from engine.model.files.source import ModelSource, resolve_model
 from engine.worker_types import WorkerRole
+from gateway.front.http.app import HttpFront
+from gateway.front.http.server import HttpServer
 from gateway.front.server_info import ServerInfo
 from gateway.front.servicer import SERVICE_NAME as INFERENCE_SERVICE
 from gateway.front.servicer import InferenceServicer
@@ -102,6 +104,17 @@ class Gateway:
             clock=clock,
             instance_id=settings.instance_id or secrets.token_hex(8),
         )
+        self.http: HttpServer | None = None
+        if settings.http_port is not None:
+            front = HttpFront(
+                self.generation,
+                self.tokenizer,
+                self.info,
+                clock=clock,
+                max_body_bytes=settings.max_body_bytes,
+                write_timeout_s=settings.write_timeout_s,
+            )
+            self.http = HttpServer(front.app(), settings.host, settings.http_port, settings.write_timeout_s)
         self.pool.subscribe(self._update_readiness)
         self.pool.subscribe(self.prefill_gate.let_pass)
         self.pool.subscribe_gone(self.router.forget_worker)
@@ -127,6 +140,8 @@ class Gateway:
         add_InferenceServiceServicer_to_server(servicer, self.server.grpc_server)
         add_RegistryServiceServicer_to_server(RegistryServicer(self.registry), self.server.grpc_server)
         await self.server.start()
+        if self.http is not None:
+            await self.http.start()
         self.server.health.set_serving(REGISTRY_SERVICE)
         self.server.create_task(self._expire_workers(), "expire workers")
 
@@ -145,6 +160,8 @@ class Gateway:
 
     async def stop(self) -> None:
         """Stop answering, end the sessions and wait for all of it."""
+        if self.http is not None:
+            await self.http.stop(_CUT_MARGIN_S)
         await self.server.stop()
         await self.pool.close()
         self.tokenizer.close()

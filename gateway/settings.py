@@ -13,6 +13,12 @@ class GatewaySettings(RoleSettings):
     section: ClassVar[str] = "gateway"
 
     port: int = Field(50051, ge=0, le=65535, description="port of the public API and of worker registration")
+    http_port: int | None = Field(
+        None, ge=0, le=65535, description="port of the OpenAI-compatible HTTP API; 0: any free one; default: none"
+    )
+    max_body_bytes: int = Field(
+        32 * 1024 * 1024, ge=1, description="longest body of an HTTP request; longer ones are refused unread"
+    )
     model: str = Field("smollm2", description="model served: smollm2, a folder, a .gguf file or a Hugging Face id")
     served_model_name: str | None = Field(None, description="name that requests and workers use; default: the model's")
     instance_id: str = Field("", description="name that tells this process from others; default: random")

@@ -9,7 +9,7 @@ cd "$(pwd -P)"
 
 venv=${VENV:-.venv}
 case $venv in /*) ;; *) venv=$(pwd)/$venv ;; esac
-extras=ucx,gpu,bench,http,dev
+extras=ucx,gpu,bench,dev
 stamp=$venv/.kvrelay-stamp
 log=$venv/setup.log
 

@@ -1,5 +1,6 @@
 """What the gateway tells about itself: the model card and the cluster as it sees it. Reads; changes nothing."""
 
+import time
 from dataclasses import dataclass
 
 from engine.clock import Clock
@@ -72,6 +73,12 @@ class ServerInfo:
         self._clock = clock
         self._instance_id = instance_id
         self._started_at = clock.now()
+        self.started_at = int(time.time())
+        """Seconds since 1970."""
+
+    def is_ready(self) -> bool:
+        """Whether a new request would be taken and could be served."""
+        return bool(self._pool.usable(WorkerRole.DECODE)) and not self._generation.is_draining
 
     def model(self) -> ModelCard:
         """Return the model's card; what only workers know is empty until one is registered."""

@@ -82,6 +82,10 @@ class TokenizerService:
         size = len(token_ids) * INLINE_BYTES // INLINE_TOKENS
         return await self._run(size, lambda: self._tokenizer.decode(token_ids, skip_special_tokens))
 
+    def token_text(self, token_id: int) -> str:
+        """Return one token's text, control tokens included; a part of a character is a replacement sign."""
+        return self._tokenizer.decode((token_id,), False)
+
     def text_stream(self, params: SamplingParams) -> TextStream:
         """Return what turns one completion's tokens into text."""
         return TextStream(

@@ -45,6 +45,8 @@ class ClusterConfig:
     """Address the gateway listens on; workers are reached on the loopback interface only."""
     port: int = 0
     """The gateway's port; 0 = any free one."""
+    http_port: int | None = None
+    """Port of the gateway's HTTP API; 0 = any free one, None = no such API, unless `gateway_args` say so."""
     gateway_args: Sequence[str] = ()
     """More flags for the gateway, after those above."""
     worker_args: Sequence[str] = ()
@@ -110,6 +112,7 @@ class LocalCluster:
         self._on_event = on_event
         self._run_dir: Path | None = None
         self._port = self.config.port
+        self._http_port = self.config.http_port
         self._instance_id = secrets.token_hex(8)
         self._processes: dict[str, ManagedProcess] = {}
         self._watchers: list[asyncio.Task[None]] = []
@@ -123,10 +126,21 @@ class LocalCluster:
         return self._port
 
     @property
+    def http_port(self) -> int | None:
+        """The port of its HTTP API; None: it has none, or one that its own settings name."""
+        return self._http_port
+
+    @property
     def target(self) -> str:
         """The gateway's address as a client on this machine writes it."""
         host = _LOOPBACK_OF.get(self.config.host, self.config.host)
         return f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
+
+    @property
+    def http_target(self) -> str:
+        """The HTTP API's address as a client on this machine writes it."""
+        host = _LOOPBACK_OF.get(self.config.host, self.config.host)
+        return f"[{host}]:{self._http_port}" if ":" in host else f"{host}:{self._http_port}"
 
     @property
     def run_dir(self) -> Path:
@@ -158,9 +172,13 @@ class LocalCluster:
         if self.config.port:
             # Before a model is loaded for nothing. The gateway finds out by itself who takes the port after this.
             check_address(self.config.host, self.config.port)
+        if self.config.http_port:
+            check_address(self.config.host, self.config.http_port, field="http_port")
         self._failure = asyncio.get_running_loop().create_future()
         self._run_dir = make_run_dir(self.config.run_dir)
         self._port = self.config.port or _free_port(self.config.host)
+        if self._http_port == 0:
+            self._http_port = _free_port(self.config.host)
         for name, role, arguments in self._plan():
             self._processes[name] = ManagedProcess(name, self._command_for(role, arguments), self._run_dir)
         for process in self.processes:
@@ -173,6 +191,8 @@ class LocalCluster:
         shared = ["--model", config.model, "--log-level", config.log_level]
         shared += ["--drain-timeout-s", str(config.drain_timeout_s)]
         gateway = ["--host", config.host, "--port", str(self._port), "--instance-id", self._instance_id]
+        if self._http_port is not None:
+            gateway += ["--http-port", str(self._http_port)]
         gateway += [*shared, *config.gateway_args]
         plan = [("gateway", "gateway", gateway)]
         for role, count, own in (

@@ -232,11 +232,11 @@ def _join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def check_address(host: str, port: int) -> None:
+def check_address(host: str, port: int, field: str = "port") -> None:
     """Try an address with a plain socket, whose errors say what is wrong; gRPC only says that it failed.
 
     Raises:
-        InvalidRequest: A server could not listen there now; names the setting `port` or `host`.
+        InvalidRequest: A server could not listen there now; names the setting `field` or `host`.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -250,8 +250,8 @@ def check_address(host: str, port: int) -> None:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise InvalidRequest(
-                    "port", f"{_join(host, port)} is already in use; choose another one, or 0 for any free one"
+                    field, f"{_join(host, port)} is already in use; choose another one, or 0 for any free one"
                 ) from error
             if error.errno == errno.EACCES:
-                raise InvalidRequest("port", f"{_join(host, port)} needs privileges; choose one above 1023") from error
+                raise InvalidRequest(field, f"{_join(host, port)} needs privileges; choose one above 1023") from error
             raise InvalidRequest("host", f"cannot listen on {host!r}: {error.strerror}") from error

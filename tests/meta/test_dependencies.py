@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from tests.meta.repository import PACKAGES, ROOT, imported_modules, own_python, parse, relative
 
-_EXTRAS = ("ucx", "gpu", "bench", "http", "dev")
+_EXTRAS = ("ucx", "gpu", "bench", "dev")
 
 
 def _pins() -> dict[str, Version]:

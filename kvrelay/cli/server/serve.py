@@ -100,5 +100,7 @@ async def _run(cluster: "LocalCluster", progress: Progress) -> None:
     err.print(banner)
     for note in kernel_notes(info):
         err.print(Text(note, style="yellow"), soft_wrap=True)
+    if cluster.http_port is not None:
+        err.print(Text(f"OpenAI-compatible HTTP: http://{cluster.http_target}/v1"), soft_wrap=True)
     err.print(Text(f'try: kvrelay generate "The capital of France is" --target {cluster.target}'), soft_wrap=True)
     raise await cluster.wait_failed()

@@ -43,6 +43,9 @@ class ServeSettings(RoleSettings):
     section: ClassVar[str] = "serve"
 
     port: int = Field(50051, ge=0, le=65535, description="port of the gateway; 0 takes any free one")
+    http_port: int | None = Field(
+        8000, ge=0, le=65535, description="port of the OpenAI-compatible HTTP API; 0 takes any free one"
+    )
     model: str = Field("smollm2", description="model served: smollm2, a folder, a .gguf file or a Hugging Face id")
     prefill: int = Field(1, ge=0, le=64, description="number of prefill workers; 0 lets decode workers prefill")
     decode: int = Field(1, ge=1, le=64, description="number of decode workers")
@@ -97,6 +100,7 @@ class ServeSettings(RoleSettings):
                 if value is not None and name not in sections.get(role, ()):
                     args += [flag_name(name), str(value)]
         gateway_args = _section_args(config, "gateway", sections)
+        has_own_http = "http_port" in sections.get("gateway", ())
         if self.otlp_endpoint:
             gateway_args += ["--otlp-endpoint", self.otlp_endpoint]
         return ClusterConfig(
@@ -105,6 +109,7 @@ class ServeSettings(RoleSettings):
             num_decode=self.decode,
             host=self.host,
             port=self.port,
+            http_port=None if has_own_http else self.http_port,
             gateway_args=gateway_args,
             prefill_args=worker_args["prefill"],
             decode_args=worker_args["decode"],
